@@ -1,0 +1,77 @@
+# Copyright 2026 The deltalatent authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Public function of the short convolution."""
+
+import torch
+
+from deltalatent.kernels.dispatch import resolve_impl
+from deltalatent.kernels.short_conv.reference import short_convolution_reference
+from deltalatent.kernels.short_conv.validation import as_streams, validate_short_convolution
+
+Streams = torch.Tensor | tuple[torch.Tensor, ...]
+
+
+def short_convolution(
+    x: Streams,
+    weight: Streams,
+    *,
+    initial_state: Streams | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    inplace_state: bool = False,
+    activation: str | None = "silu",
+    impl: str = "auto",
+) -> tuple[Streams, Streams | None]:
+    """Causal depthwise convolution of each channel over the last W tokens of its own document, then the activation.
+
+    `y[t, d] = act(sum_{j=0}^{W-1} weight[d, 0, W-1-j] * x[t-j, d])`, where tokens before the start of the document are
+    taken from `initial_state`, or are zero. (Kimi Linear, arXiv 2510.26692, section 4: the short convolutions of q, k
+    and v; `act` is SiLU there.)
+
+    Args:
+        x: [B, T, D] float32, float16, bfloat16 or float64, or a tuple of such tensors with different D (the streams
+            q, k, v), which one launch handles on a GPU; the other tensor arguments are then tuples alike.
+        weight: [D, 1, W], float32 as released; the last tap multiplies the current token.
+        initial_state: [N, D, W-1], the last W-1 inputs before each document, oldest first; `None` means zeros.
+        cu_seqlens: [N+1] int32 or int64 offsets of the documents of a packed row (then B must be 1), or `None` (every
+            row is one document, N = B). Rows of `x` beyond the last offset give zero output and no gradient.
+        output_final_state: also return the last W-1 inputs of each document.
+        inplace_state: write the final state into `initial_state` (decoding; no gradient) and return that tensor.
+        activation: `"silu"` or `None`.
+        impl: `"auto"` or `"torch"`.
+
+    Returns:
+        `y` [B, T, D] in the dtype of `x`, and the final state [N, D, W-1] in the dtype of `x` (`None` unless
+        `output_final_state` or `inplace_state`). An empty document keeps its initial state. The sum is accumulated in
+        float32 (float64 for float64 inputs). Differentiable in `x`, `weight` and `initial_state`.
+
+    Raises:
+        ValueError: wrong shape, device or option, or an `impl` that cannot run.
+        TypeError: wrong dtype.
+    """
+    several = isinstance(x, tuple | list)
+    xs = tuple(x) if several else (x,)
+    weights = as_streams(weight if several else (weight,), "weight", len(xs))
+    if initial_state is not None and not several:
+        initial_state = (initial_state,)
+    states = as_streams(initial_state, "initial_state", len(xs))
+    validate_short_convolution(xs, weights, states, cu_seqlens, activation, inplace_state)
+    resolve_impl("short_convolution", impl, device=xs[0].device, reasons={"torch": None})
+
+    results = [
+        short_convolution_reference(
+            stream,
+            stream_weight,
+            initial_state=state,
+            cu_seqlens=cu_seqlens,
+            output_final_state=output_final_state or inplace_state,
+            activation=activation,
+        )
+        for stream, stream_weight, state in zip(xs, weights, states, strict=True)
+    ]
+    ys, finals = zip(*results, strict=True)
+    if inplace_state:
+        finals = tuple(state.copy_(final) for state, final in zip(states, finals, strict=True))
+    if not several:
+        return ys[0], finals[0]
+    return ys, None if finals[0] is None else finals
