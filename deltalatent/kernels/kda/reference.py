@@ -11,8 +11,8 @@ With the inputs activated as
     g = lower * sigmoid(exp(A_log) * (g + dt_bias))          (log decay, natural log, in [lower, 0])
     g = -exp(A_log) * softplus(g + dt_bias)                  (when `gate_lower_bound` is None, in (-inf, 0])
 
-one token updates the state S [K, V] of its head and reads it (Kimi Linear, arXiv 2510.26692, eq. 1; bounded gate: Kimi K3
-report, arXiv 2607.24653, section 2.1):
+one token updates the state S [K, V] of its head and reads it (Kimi Linear, arXiv 2510.26692, eq. 1; bounded gate:
+Kimi K3 report, arXiv 2607.24653, section 2.1):
 
     S <- diag(exp(g)) S;     S <- S + b k (v - S^T k)^T;     o = S^T q
 
@@ -212,11 +212,11 @@ def _decayed_products(
 
     q, k: [M, HV, C, K]; g: the log decay of each token, same shape; G its cumulative sum. Returns two [M, HV, C, C].
 
-    The rows of one 16-token tile are factored around R, the G of the token before it: exp(G_i - R) exp(R - G_j). R depends
-    on no later token, so results are causal to the last bit. Keys of earlier tiles have both exponents <= 0 whatever the
-    gate. On the diagonal tile a bounded gate keeps R - G_j <= 16 |bound|, so that it is one dense product; the powers
-    of two centre the factors in the exponent range and are exact. An unbounded gate is taken pair by pair there, masked
-    before the exponential.
+    The rows of one 16-token tile are factored around R, the G of the token before it: exp(G_i - R) exp(R - G_j). R
+    depends on no later token, so results are causal to the last bit. Keys of earlier tiles have both exponents <= 0
+    whatever the gate. On the diagonal tile a bounded gate keeps R - G_j <= 16 |bound|, so that it is one dense
+    product; the powers of two centre the factors in the exponent range and are exact. An unbounded gate is taken
+    pair by pair there, masked before the exponential.
     """
     C = k.shape[2]
     local = g.unflatten(2, (-1, TILE)).cumsum(3)  # [M, HV, C/L, L, K], G_i - R of each token's own tile
@@ -266,8 +266,8 @@ def kda_chunk_reference(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Kimi delta attention by chunks: matrix products inside a chunk, one short loop over chunks for the state.
 
-    With G_i the cumulative log decay inside the chunk and S the state before it, the corrected values u_i of a chunk solve
-    a unit lower triangular system (Kimi Linear, arXiv 2510.26692, section 3; WY form of the delta rule):
+    With G_i the cumulative log decay inside the chunk and S the state before it, the corrected values u_i of a chunk
+    solve a unit lower triangular system (Kimi Linear, arXiv 2510.26692, section 3; WY form of the delta rule):
 
         u_i + b_i sum_{j<i} (k_i . exp(G_i - G_j) k_j) u_j = b_i (v_i - S^T exp(G_i) k_i)
         o_i = S^T exp(G_i) q_i + sum_{j<=i} (q_i . exp(G_i - G_j) k_j) u_j

@@ -26,7 +26,7 @@ def validate_kda_inputs(
     initial_state: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
 ) -> None:
-    """Raise `ValueError` (shape, value, device) or `TypeError` (dtype) unless the arguments fit `kda_chunk`'s contract.
+    """Raise `ValueError` (shape, value, device) or `TypeError` (dtype) unless the arguments fit `kda_chunk`.
 
     The values of `cu_seqlens` are looked at where `validate_cu_seqlens` says that this is free.
     """
