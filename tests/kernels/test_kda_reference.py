@@ -167,8 +167,8 @@ def test_rows_of_no_document_are_zero_and_leave_no_trace(form):
 def test_extremes_in_float32_against_float64(style):
     """S01, S02, S06 of the field's reports: finite everywhere, and as accurate as float32 allows.
 
-    Bound: twice the error of the float32 recurrence plus 1e-4 of the largest element. The band covers what the inverse of
-    a 64-token chunk of nearly equal keys may amplify (its norm reaches 64, times 2^-24, times a few products).
+    Bound: twice the error of the float32 recurrence plus 1e-4 of the largest element. The band covers what the inverse
+    of a 64-token chunk of nearly equal keys may amplify (its norm reaches 64, times 2^-24, times a few products).
     """
     inputs = make_inputs(1, 130, 2, 16, 16, **style)
     expected = run(kda_recurrent_reference, inputs)
