@@ -1,0 +1,324 @@
+# Copyright 2026 The deltalatent authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Applying quantile balancing: once per optimizer step, from the Trainer or from a training loop of one's own.
+
+The forward of a model in training collects (:class:`~deltalatent.modeling.quantile_balancing.QuantileHistogram`);
+nothing changes until :func:`update_selection_bias` joins the ranks, writes the next selection bias and clears the
+histograms. It runs after the last backward of a step and before the optimizer moves the weights. No backward is
+outstanding then, so the bias that selected in a forward is also the one that activation recomputation sees.
+
+Source: Kimi K3 technical report (arXiv 2607.24653), Stable LatentMoE.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from deltalatent.modeling.quantile_balancing import QuantileHistogram, reduce_histograms
+
+__all__ = [
+    "BalanceReport",
+    "QuantileBalancingCallback",
+    "balanced_routers",
+    "freeze_selection_bias",
+    "register_quantile_balancing",
+    "update_selection_bias",
+]
+
+
+@dataclass(frozen=True)
+class BalanceReport:
+    """Expert load of one optimizer step, over all ranks, under the bias that was in force during that step.
+
+    The tensors stay on the device, so that a step which nobody reports does not wait for it. Load means the number of
+    counted tokens that selected an expert; its mean is ``tokens * K / E``. All figures of a layer that counted no
+    token are NaN.
+
+    Attributes:
+        names: module names of the routers, in module order, L of them.
+        tokens: counted tokens, int64 [L].
+        loads: one int64 [E] per layer.
+        max_violation: ``max_e load_e / mean - 1``, float32 [L]; 0 is perfect balance.
+        coefficient_of_variation: standard deviation of the load over its mean, float32 [L].
+        dead_experts: experts that no token selected, float32 [L] (whole numbers or NaN).
+    """
+
+    names: tuple[str, ...]
+    tokens: Tensor
+    loads: tuple[Tensor, ...]
+    max_violation: Tensor
+    coefficient_of_variation: Tensor
+    dead_experts: Tensor
+
+    def summary(self) -> Tensor:
+        """Over layers: mean and largest max violation, mean coefficient of variation, sum of dead experts.
+
+        A float32 tensor [4]. Layers without a counted token are left out; NaN if there is no other.
+        """
+        seen = self.tokens > 0
+        largest = torch.where(seen, self.max_violation, -torch.inf).amax()
+        dead = torch.where(seen, self.dead_experts, 0.0).sum()
+        return torch.stack(
+            (
+                self.max_violation.nanmean(),
+                torch.where(seen.any(), largest, torch.nan),
+                self.coefficient_of_variation.nanmean(),
+                torch.where(seen.any(), dead, torch.nan),
+            )
+        )
+
+    def per_layer(self) -> dict[str, dict[str, float]]:
+        """The three figures of every router by its name, as Python numbers (waits for the device)."""
+        figures = torch.stack((self.max_violation, self.coefficient_of_variation, self.dead_experts), dim=1).tolist()
+        return {
+            name: {"max_violation": violation, "cv": variation, "dead": dead}
+            for name, (violation, variation, dead) in zip(self.names, figures, strict=True)
+        }
+
+
+def balanced_routers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Names and modules of the routers of ``model`` that quantile balancing drives, in module order.
+
+    A router is a module with a :class:`QuantileHistogram` as ``balance`` and a float32 ``e_score_correction_bias``
+    [E]. Wrappers (DDP, ``torch.compile``, PEFT) may be around the model.
+    """
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(getattr(module, "balance", None), QuantileHistogram)
+    ]
+
+
+def freeze_selection_bias(model: nn.Module, frozen: bool = True) -> None:
+    """Stop (or with ``frozen=False`` resume) collecting statistics, so that the selection bias stays as it is.
+
+    For fine-tuning that must not change the balance of a released model: no work per forward, and no reminder that
+    nothing reads the statistics. What was collected so far is dropped. The switch is not saved with the model.
+    """
+    for _, router in balanced_routers(model):
+        router.balance.enabled = not frozen
+        router.balance.reset()
+
+
+@torch.no_grad()
+def update_selection_bias(
+    model: nn.Module, *, process_group: dist.ProcessGroup | None = None, ema: float | None = None
+) -> BalanceReport:
+    """Write the next selection bias of every router from the statistics of this step, and clear the statistics.
+
+    Collective: in a distributed run every rank of the group must call it, also one that had no batch. The histograms
+        of all layers are summed in one all-reduce of integers, so all ranks write the same bias, that of one process
+        with the joined batch. A layer without a counted token keeps its bias; a second call in a step therefore
+        changes nothing. Call it between the last backward of a step and the first forward of the next.
+
+    Args:
+        model: any module; routers are found by :func:`balanced_routers`. Without routers the report is empty.
+        process_group: ranks whose batches make up the step. ``None``: all ranks. That is right as long as each token
+            is held by the same number of ranks (data, expert, context and tensor parallelism in any mix), because
+            multiplying all counts by one number does not move a quantile. Pipeline stages hold different layers: pass
+            the ranks of this stage.
+        ema: share of the old bias in the new one, in [0, 1): ``ema * old + (1 - ema) * estimate``. ``None`` is 0, the
+            report's rule; it smooths the estimate when a step has few tokens per expert.
+
+    Returns:
+        The load of the step just counted. Nothing here waits for the device.
+
+    Raises:
+        ValueError: if ``ema`` is outside [0, 1), or the model is split into pipeline stages and no group is given.
+        TypeError: if a selection bias is not float32 (or float64).
+    """
+    _check_ema(ema)
+    routers = balanced_routers(model)
+    if not routers:
+        empty = torch.empty(0)
+        return BalanceReport((), empty.long(), (), empty, empty, empty)
+    if _is_distributed(process_group):
+        if process_group is None:
+            _refuse_pipeline_stages(model)
+        reduce_histograms(
+            [router.balance for _, router in routers],
+            [router.e_score_correction_bias.device for _, router in routers],
+            process_group,
+        )
+
+    device = routers[0][1].e_score_correction_bias.device
+    all_tokens, all_loads, figures = [], [], []
+    for _, router in routers:
+        bias, histogram = router.e_score_correction_bias, router.balance
+        estimate = histogram.next_bias(bias)  # of the bias itself where no token was counted
+        tokens, loads = histogram.tokens.long(), histogram.loads.long()
+        bias.copy_(estimate if ema is None else torch.lerp(estimate, bias, ema))
+        histogram.reset()
+        all_tokens.append(tokens.to(device))
+        all_loads.append(loads)
+        figures.append(_load_figures(loads, tokens, histogram.top_k).to(device))
+    violation, variation, dead = torch.stack(figures).unbind(dim=1)
+    names = tuple(name for name, _ in routers)
+    return BalanceReport(names, torch.stack(all_tokens), tuple(all_loads), violation, variation, dead)
+
+
+def register_quantile_balancing(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    ema: float | None = None,
+    on_report: Callable[[BalanceReport], Any] | None = None,
+) -> RemovableHandle:
+    """Balance the routers of ``model`` before every ``optimizer.step()``; for training loops without a Trainer.
+
+    With several optimizers register on one of them. If an fp16 gradient scaler skips a step, the statistics wait for
+    the next one. Arguments as in :func:`update_selection_bias`; statistics collected earlier are dropped.
+
+    Args:
+        on_report: called with the :class:`BalanceReport` of each step.
+
+    Returns:
+        A handle; ``handle.remove()`` ends it.
+
+    Raises:
+        ValueError: if the model has no router, or ``ema`` is outside [0, 1).
+    """
+    _check_ema(ema)
+    _start(model)
+
+    def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        report = update_selection_bias(model, process_group=process_group, ema=ema)
+        if on_report is not None:
+            on_report(report)
+
+    return optimizer.register_step_pre_hook(before_step)
+
+
+class QuantileBalancingCallback(TrainerCallback):
+    """Quantile balancing for :class:`transformers.Trainer`: ``Trainer(..., callbacks=[QuantileBalancingCallback()])``.
+
+    Works at ``on_pre_optimizer_step``: once per update, after all micro-batches of gradient accumulation. Evaluation
+    leaves the bias alone, because a model in eval mode collects nothing. The bias is an ordinary buffer of the model,
+    so checkpoints carry it and resuming needs nothing else.
+
+    Adds to the Trainer's training logs (means over the steps since the last log):
+
+    - ``expert_load/max_violation``: ``max load / mean load - 1``, mean over layers;
+    - ``expert_load/max_violation_worst``: the same of the worst layer;
+    - ``expert_load/cv``: standard deviation of the load over its mean, mean over layers;
+    - ``expert_load/dead``: experts that no token of the step selected, all layers together.
+
+    They appear in ``trainer.state.log_history`` and the progress bar. Reporting integrations (TensorBoard, ...) are
+    called before a user's callbacks; :meth:`install` puts this callback in front of them.
+
+    Args:
+        ema: see :func:`update_selection_bias`.
+        process_group: see :func:`update_selection_bias`; ``None``, all ranks, fits everything the Trainer launches.
+
+    Attributes:
+        last_report: :class:`BalanceReport` of the latest step, ``None`` before the first.
+
+    Raises:
+        ValueError: at construction if ``ema`` is outside [0, 1); when training begins if the model has no router, or
+            if the Trainer would use ``nn.DataParallel``.
+    """
+
+    _LOG_KEYS = tuple(f"expert_load/{key}" for key in ("max_violation", "max_violation_worst", "cv", "dead"))
+
+    def __init__(self, *, ema: float | None = None, process_group: dist.ProcessGroup | None = None) -> None:
+        _check_ema(ema)
+        self.ema = ema
+        self.process_group = process_group
+        self.last_report: BalanceReport | None = None
+        self._window: Tensor | None = None  # [2, 4]: sums and counts of the summaries since the last log
+
+    def install(self, trainer: Any) -> QuantileBalancingCallback:
+        """Add this callback to ``trainer`` in front of its reporting integrations, and return it."""
+        callbacks = trainer.callback_handler.callbacks
+        if self in callbacks:
+            callbacks.remove(self)
+        callbacks.insert(0, self)
+        return self
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if args.n_gpu > 1:
+            raise ValueError(
+                f"quantile balancing needs one process per GPU, got `nn.DataParallel` over {args.n_gpu} GPUs: start the "
+                "script with `torchrun` or `accelerate launch`, or set CUDA_VISIBLE_DEVICES to one GPU."
+            )
+        _start(kwargs["model"])
+        self.last_report = None
+        self._window = None
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.last_report = update_selection_bias(kwargs["model"], process_group=self.process_group, ema=self.ema)
+        summary = self.last_report.summary()
+        entry = torch.stack((summary.nan_to_num(0.0), summary.isfinite().to(summary.dtype)))
+        self._window = entry if self._window is None else self._window + entry
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        # Evaluation and the end-of-training summary log here too; only a training log has a "loss".
+        if logs is None or "loss" not in logs or self._window is None:
+            return
+        sums, counts = self._window.tolist()
+        self._window = None
+        figures = {
+            key: total / count for key, total, count in zip(self._LOG_KEYS, sums, counts, strict=True) if count > 0
+        }
+        logs.update(figures)
+        # The Trainer copied `logs` into the history before it called the callbacks.
+        if state.log_history:
+            state.log_history[-1].update(figures)
+
+
+def _start(model: nn.Module) -> None:
+    """Refuse a model without routers; drop what earlier forwards left in the histograms."""
+    routers = balanced_routers(model)
+    if not routers:
+        raise ValueError(
+            f"expected a model with routers to balance, got {type(model).__name__} with none: leave quantile "
+            "balancing out for a dense model."
+        )
+    for _, router in routers:
+        router.balance.reset()
+
+
+def _check_ema(ema: float | None) -> None:
+    if ema is not None and not 0.0 <= ema < 1.0:
+        raise ValueError(f"`ema`, the share of the old bias, must lie in [0, 1), got {ema}: use None for no average.")
+
+
+def _is_distributed(group: dist.ProcessGroup | None) -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
+
+
+def _refuse_pipeline_stages(model: nn.Module) -> None:
+    distributed_config = getattr(getattr(model, "config", None), "distributed_config", None)
+    stages = getattr(distributed_config, "pp_size", 1)
+    if stages > 1:
+        raise ValueError(
+            f"the model is split into pp_size={stages} pipeline stages, which hold different routers: pass "
+            "`process_group`, the ranks of this stage."
+        )
+
+
+def _load_figures(loads: Tensor, tokens: Tensor, top_k: int) -> Tensor:
+    """Max violation, coefficient of variation and dead experts of one layer, float32 [3]; NaN without tokens."""
+    relative = loads.to(torch.float32) * loads.numel() / (tokens * top_k)
+    dead = torch.where(tokens > 0, (loads == 0).sum().to(torch.float32), torch.nan)
+    return torch.stack((relative.amax() - 1, relative.std(correction=0), dead))
