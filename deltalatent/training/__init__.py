@@ -3,6 +3,7 @@
 """Training: load balancing of the routed experts."""
 
 from deltalatent.training.balancing import (
+    BalancedRouter,
     BalanceReport,
     QuantileBalancingCallback,
     balanced_routers,
@@ -13,6 +14,7 @@ from deltalatent.training.balancing import (
 
 __all__ = [
     "BalanceReport",
+    "BalancedRouter",
     "QuantileBalancingCallback",
     "balanced_routers",
     "freeze_selection_bias",

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -26,12 +26,25 @@ from deltalatent.modeling.quantile_balancing import QuantileHistogram, reduce_hi
 
 __all__ = [
     "BalanceReport",
+    "BalancedRouter",
     "QuantileBalancingCallback",
     "balanced_routers",
     "freeze_selection_bias",
     "register_quantile_balancing",
     "update_selection_bias",
 ]
+
+
+class BalancedRouter(Protocol):
+    """What a router module must have to be balanced.
+
+    Attributes:
+        balance: the histogram that the training forward fills.
+        e_score_correction_bias: the selection bias, float32 [E], added to the scores for the selection only.
+    """
+
+    balance: QuantileHistogram
+    e_score_correction_bias: Tensor
 
 
 @dataclass(frozen=True)
@@ -84,14 +97,14 @@ class BalanceReport:
         }
 
 
-def balanced_routers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+def balanced_routers(model: nn.Module) -> list[tuple[str, BalancedRouter]]:
     """Names and modules of the routers of ``model`` that quantile balancing drives, in module order.
 
-    A router is a module with a :class:`QuantileHistogram` as ``balance`` and a float32 ``e_score_correction_bias``
-    [E]. Wrappers (DDP, ``torch.compile``, PEFT) may be around the model.
+    A router is a module whose ``balance`` is a :class:`QuantileHistogram`, see :class:`BalancedRouter`. Wrappers (DDP,
+    ``torch.compile``, PEFT) may be around the model.
     """
     return [
-        (name, module)
+        (name, cast(BalancedRouter, module))
         for name, module in model.named_modules()
         if isinstance(getattr(module, "balance", None), QuantileHistogram)
     ]
@@ -249,8 +262,8 @@ class QuantileBalancingCallback(TrainerCallback):
     ) -> None:
         if args.n_gpu > 1:
             raise ValueError(
-                f"quantile balancing needs one process per GPU, got `nn.DataParallel` over {args.n_gpu} GPUs: start the "
-                "script with `torchrun` or `accelerate launch`, or set CUDA_VISIBLE_DEVICES to one GPU."
+                f"quantile balancing needs one process per GPU, got `nn.DataParallel` over {args.n_gpu} GPUs: start "
+                "the script with `torchrun` or `accelerate launch`, or set CUDA_VISIBLE_DEVICES to one GPU."
             )
         _start(kwargs["model"])
         self.last_report = None
