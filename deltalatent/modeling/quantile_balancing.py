@@ -52,12 +52,13 @@ class QuantileHistogram:
     Deliberately not an ``nn.Module`` and without registered buffers: the counts are neither saved in checkpoints, nor
     broadcast by ``DistributedDataParallel``, nor cast by ``model.to(dtype)``. Memory is taken at the first
     :meth:`add`, on the device of the scores, as one int32 tensor of ``E * B + E + 1`` elements (3.4 MiB for 896
-    experts), and follows if the scores move to another device. ``copy.deepcopy`` and ``pickle`` copy the counts.
+    experts; good for 2^31 - 1 tokens per step over all ranks), and follows if the scores move to another device.
+    ``copy.deepcopy`` and ``pickle`` copy the counts.
 
-    The bins span ``[min(b) - 1, max(b) + 1]``, the range that ``cutoff - s`` cannot leave while ``0 <= s <= 1``. The
-    bias of the first :meth:`add` after a :meth:`reset` fixes it: all micro-batches (and ranks) of a step must have
-    been routed with the same bias, as they are when the bias changes once per optimizer step only. A bin holds its
-    lower edge and not its upper one; with a zero bias the tie value ``r = 0`` is the lower edge of bin ``B / 2``.
+    The bins span ``[min(b) - 1, max(b) + 1]``, the range that ``cutoff - s`` cannot leave while ``0 <= s <= 1``.
+    Every :meth:`add` of a step, on every rank, and the closing :meth:`next_bias` must be given the same bias, as they
+    are when the bias changes once per optimizer step only. A bin holds its lower edge and not its upper one; with a
+    zero bias the tie value ``r = 0`` is the lower edge of bin ``B / 2``.
 
     Args:
         num_experts: number of routed experts E, at least 1.
@@ -81,17 +82,14 @@ class QuantileHistogram:
         self.num_bins = num_bins
         #: ``False`` makes :meth:`add` do nothing (a bias frozen on purpose); see ``freeze_selection_bias``.
         self.enabled = True
+        #: Set by whoever reads the statistics every step: no reminder then, and no Python counter, whose changing
+        #: value would cost ``torch.compile`` a second graph.
+        self.has_reader = False
         self._flat: Tensor | None = None  # int32 [E * B + E + 1]: counts, loads, tokens
-        self._range: Tensor | None = None  # float [2]: lower edge and width of the whole range, fixed by the first add
-        self._forwards = 0  # calls of add since the last reset
+        self._unread = 0  # calls of add since the last reset
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(num_experts={self.num_experts}, top_k={self.top_k}, num_bins={self.num_bins})"
-
-    @property
-    def num_forwards(self) -> int:
-        """Calls of :meth:`add` on this process since the last :meth:`reset`."""
-        return self._forwards
 
     @property
     def counts(self) -> Tensor:
@@ -118,15 +116,13 @@ class QuantileHistogram:
             self._flat = torch.zeros(size, dtype=torch.int32, device=device)
         elif self._flat.device != device:
             self._flat = self._flat.to(device)
-            self._range = None if self._range is None else self._range.to(device)
         return self._flat
 
     def reset(self) -> None:
-        """Forget every count (in place, so the memory keeps its address) and the range."""
+        """Forget every count (in place, so the memory keeps its address)."""
         if self._flat is not None:
             self._flat.zero_()
-        self._range = None
-        self._forwards = 0
+        self._unread = 0
 
     @torch.no_grad()
     def add(
@@ -157,15 +153,13 @@ class QuantileHistogram:
         if not self.enabled:
             return
         self._check(scores, cutoff, selection_bias, mask, selected)
-        if self._forwards and self._forwards % _UNREAD_FORWARDS == 0:
-            logger.warning_once(_UNREAD_WARNING)
-        self._forwards += 1
+        if not self.has_reader:
+            self._unread += 1
+            if self._unread == _UNREAD_FORWARDS:
+                logger.warning_once(_UNREAD_WARNING)
 
         flat = self.allocate(scores.device)
-        if self._range is None:
-            self._range = _histogram_range(selection_bias, scores.dtype)
-        low, width = self._range.unbind()
-
+        low, width = _histogram_range(selection_bias)
         counted = torch.isfinite(cutoff)
         if mask is not None:
             counted = counted & mask
@@ -198,7 +192,8 @@ class QuantileHistogram:
         integers, so the result depends only on the counts and the range, not on how they came about.
 
         Args:
-            bias: the bias in force, float32 or float64 [E]. It is returned, copied, if no token was counted.
+            bias: the bias that was in force in every :meth:`add`, float32 or float64 [E]. Returned, copied, if no
+                token was counted.
 
         Returns:
             The next bias, dtype of ``bias``, [E], of mean zero. Never waits for the device.
@@ -209,8 +204,7 @@ class QuantileHistogram:
         """
         _check_bias(bias, self.num_experts)
         self.allocate(bias.device)
-        bounds = _histogram_range(bias, bias.dtype) if self._range is None else self._range.to(bias.dtype)
-        low, width = bounds.unbind()
+        low, width = _histogram_range(bias)
         tokens = self.tokens.long()
         target = tokens * self.top_k  # E * q: ranks are kept multiplied by E, hence integers
         cumulative = self.counts.cumsum(dim=1, dtype=torch.int64)  # [E, B]
@@ -269,10 +263,10 @@ def _check_bias(bias: Tensor, num_experts: int) -> None:
         raise ValueError(f"the selection bias must be [num_experts={num_experts}], got {tuple(bias.shape)}.")
 
 
-def _histogram_range(bias: Tensor, dtype: torch.dtype) -> Tensor:
-    """Lower edge and width of the bins' range ``[min(b) - 1, max(b) + 1]``, [2]."""
-    low, high = torch.aminmax(bias.to(dtype))
-    return torch.stack((low - 1, high - low + 2))
+def _histogram_range(bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Lower edge and width of the range ``[min(b) - 1, max(b) + 1]`` of the bins, each []."""
+    low, high = torch.aminmax(bias)
+    return low - 1, high - low + 2
 
 
 @torch.no_grad()

@@ -300,7 +300,10 @@ class QuantileBalancingCallback(TrainerCallback):
 
 
 def _start(model: nn.Module) -> None:
-    """Refuse a model without routers; drop what earlier forwards left in the histograms."""
+    """Refuse a model without routers; drop what earlier forwards left in the histograms; declare that they are read.
+
+    Their memory is taken here, so that a compiled forward finds it in place and is compiled once.
+    """
     routers = balanced_routers(model)
     if not routers:
         raise ValueError(
@@ -308,7 +311,9 @@ def _start(model: nn.Module) -> None:
             "balancing out for a dense model."
         )
     for _, router in routers:
+        router.balance.allocate(router.e_score_correction_bias.device)
         router.balance.reset()
+        router.balance.has_reader = True
 
 
 def _check_ema(ema: float | None) -> None:
