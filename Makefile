@@ -1,0 +1,42 @@
+# `make quickstart` and `make test` are all a newcomer needs; both work in a fresh clone.
+# Override with e.g. `make quickstart PYTHON=python3.12 ARGS="--size small --device cuda"`.
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: help quickstart test lint clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make quickstart  train a 3 M-parameter model on real text, about five minutes on two CPU cores (ARGS=... adds flags)"
+	@echo "make test        run every test (ARGS=... adds pytest arguments)"
+	@echo "make lint        ruff and mypy"
+	@echo "make clean       remove the virtual environment and caches; keeps runs/"
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed, got %s: pass PYTHON=/path/to/python3.11" % sys.version.split()[0])'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed-train: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) --editable '.[train]'
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) --editable '.[dev]'
+	@touch $@
+
+quickstart: $(VENV)/.installed-train
+	$(BIN)/python examples/train_quickstart.py $(ARGS)
+
+# The tests' tensors are tiny: one thread is faster than several.
+test: $(VENV)/.installed-dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m mypy
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
