@@ -1,0 +1,45 @@
+# Copyright 2026 The deltalatent authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Which configuration class a `config.json` means."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig
+from transformers.models.kimi_linear.configuration_kimi_linear import KimiLinearConfig
+
+from deltalatent.configuration.configuration_kimi_k3 import (
+    FIELDS_OF_THIS_ARCHITECTURE,
+    KimiK3Config,
+    KimiK3TextConfig,
+    KimiK3VisionConfig,
+)
+
+
+class KimiLinearFile:
+    """What `model_type: kimi_linear` stands for: released text folders of this architecture carry the predecessor's type.
+
+    Not a configuration but a choice between two: a file with a field that only this architecture has becomes a
+    `KimiK3TextConfig`, any other the predecessor's `KimiLinearConfig`, as without this package.
+    """
+
+    # `AutoConfig` lets `trust_remote_code=True` win over built-in types only; a predecessor's folder must keep that.
+    __module__ = KimiLinearConfig.__module__
+    model_type = KimiLinearConfig.model_type
+
+    def __new__(cls, **kwargs) -> KimiLinearConfig:
+        return KimiLinearConfig(**kwargs)
+
+    @staticmethod
+    def from_dict(config_dict: dict[str, Any], **kwargs):
+        """Build the configuration that the parsed file means; arguments as in `PreTrainedConfig.from_dict`."""
+        is_ours = any(config_dict.get(field) is not None for field in FIELDS_OF_THIS_ARCHITECTURE)
+        return (KimiK3TextConfig if is_ours else KimiLinearConfig).from_dict(config_dict, **kwargs)
+
+
+def register() -> None:
+    """Make `AutoConfig` know our types, ahead of any that Transformers may ship; calling it again changes nothing."""
+    for config_class in (KimiK3Config, KimiK3TextConfig, KimiK3VisionConfig):
+        AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
+    CONFIG_MAPPING.register(KimiLinearFile.model_type, KimiLinearFile, exist_ok=True)

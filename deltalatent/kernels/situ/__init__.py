@@ -1,0 +1,7 @@
+# Copyright 2026 The deltalatent authors.
+# SPDX-License-Identifier: Apache-2.0
+"""SiTU-GLU, the soft-capped gated activation."""
+
+from deltalatent.kernels.situ.reference import situ_glu
+
+__all__ = ["situ_glu"]

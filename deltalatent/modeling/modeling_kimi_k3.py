@@ -1,0 +1,495 @@
+# Copyright 2026 The deltalatent authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The text model, from `input_ids` to `logits`.
+
+Sources: Kimi K3 report (arXiv 2607.24653), Kimi Linear (arXiv 2510.26692), golden README. The path of a token:
+`KimiK3ForCausalLM.forward` -> `KimiK3TextModel.forward` (embedding, layers, depth mixing, norm) ->
+`KimiK3DecoderLayer.forward` (`delta_attention.py` or `latent_attention.py`, then `latent_moe.py`).
+
+Shapes: B rows, T tokens, D width of the residual stream.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.generation import GenerationMixin
+from transformers.integrations.accelerate import force_accelerate_hooks
+from transformers.masking_utils import create_causal_mask, create_recurrent_attention_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
+from transformers.modeling_utils import PreTrainedModel
+from transformers.utils import can_return_tuple
+from transformers.utils.deprecation import deprecate_kwarg
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import OutputRecorder, capture_outputs
+
+from deltalatent.configuration.configuration_kimi_k3 import KimiK3TextConfig
+from deltalatent.kernels.attn_res import attention_residual_mix
+from deltalatent.modeling.delta_attention import KimiK3DeltaAttention, KimiK3ShortConvolution
+from deltalatent.modeling.latent_attention import KimiK3LatentAttention
+from deltalatent.modeling.latent_moe import (
+    KimiK3Experts,
+    KimiK3MLP,
+    KimiK3SparseMoE,
+    KimiK3TopKRouter,
+    RoutingStatistics,
+)
+from deltalatent.modeling.norms import KimiK3GatedRMSNorm, KimiK3RMSNorm
+from deltalatent.modeling.packing import SequenceLayout, sequence_layout
+from deltalatent.modeling.released_layout import accept_released_layout
+
+INITIAL_DECAY_RANGE = (1e-3, 1e-1)
+"""Initial forgetting per token and channel, drawn log-uniformly (Mamba-2, arXiv 2405.21060; Gated DeltaNet, 2412.06464)."""
+
+
+class KimiK3DecoderLayer(GradientCheckpointingLayer):
+    """Token mixer (KDA or latent attention), then channel mixer (dense or mixture of experts).
+
+    With attention residuals, what a mixer reads is not the running sum but a mix of the closed blocks and the running sum
+    (`attention_residual_mix`), with a learned query per mixer. The first layer of a block closes the sum that it
+    receives: its token mixer still reads it as the running sum, afterwards it is one of the closed blocks.
+    """
+
+    def __init__(self, config: KimiK3TextConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.layer_type = config.layer_types[layer_idx]
+        self.has_attention_residuals = config.attn_res_block_size is not None
+        self.closes_block = self.has_attention_residuals and layer_idx % config.attn_res_block_size == 0
+
+        attention = KimiK3DeltaAttention if self.layer_type == "linear_attention" else KimiK3LatentAttention
+        self.self_attn = attention(config, layer_idx)
+        is_sparse = config.mlp_layer_types[layer_idx] == "sparse"
+        self.mlp = KimiK3SparseMoE(config) if is_sparse else KimiK3MLP(config, config.intermediate_size)
+        self.input_layernorm = KimiK3RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = KimiK3RMSNorm(config.hidden_size, config.rms_norm_eps)
+        if self.has_attention_residuals:
+            self.self_attention_res_norm = KimiK3RMSNorm(config.hidden_size, config.rms_norm_eps)
+            self.self_attention_res_proj = nn.Linear(config.hidden_size, 1, bias=False)
+            self.mlp_res_norm = KimiK3RMSNorm(config.hidden_size, config.rms_norm_eps)
+            self.mlp_res_proj = nn.Linear(config.hidden_size, 1, bias=False)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *closed_blocks: Tensor,
+        attention_mask: Tensor | None = None,
+        cache: Cache | None = None,
+        layout: SequenceLayout | None = None,
+        collect_routing: bool = False,
+        **kwargs,
+    ) -> tuple[Tensor, RoutingStatistics | None]:
+        """One layer. Streams are positional, so that both kinds of activation checkpointing carry their gradients.
+
+        Args:
+            hidden_states: [B, T, D], running sum of the current block.
+            *closed_blocks: [B, T, D] each, sums of earlier blocks in order; the embedding is the first.
+            attention_mask: For latent attention, as its attention function wants it.
+            cache: Read and extended by the token mixer.
+            layout: Padding and packing, for KDA.
+            collect_routing: Also return what quantile balancing counts (sparse layers only).
+
+        Returns:
+            The new running sum [B, T, D], and routing statistics or `None`.
+        """
+        mixed = hidden_states
+        if self.has_attention_residuals and closed_blocks:
+            mixed = self._mix_for_attention(*closed_blocks, hidden_states)
+        mixed = self.input_layernorm(mixed)
+        if self.layer_type == "linear_attention":
+            update = self.self_attn(mixed, cache=cache, layout=layout)
+        else:
+            update, _ = self.self_attn(mixed, attention_mask=attention_mask, cache=cache, **kwargs)
+        if self.closes_block:
+            closed_blocks, hidden_states = (*closed_blocks, hidden_states), update
+        else:
+            hidden_states = hidden_states + update
+
+        mixed = hidden_states
+        if self.has_attention_residuals:
+            mixed = self._mix_for_mlp(*closed_blocks, hidden_states)
+        mixed = self.post_attention_layernorm(mixed)
+        routing = None
+        if isinstance(self.mlp, KimiK3SparseMoE):
+            update, routing = self.mlp(mixed)
+        else:
+            update = self.mlp(mixed)
+        return hidden_states + update, routing if collect_routing else None
+
+    # Depth mixing uses weights of child modules without calling them: offloading hooks must bring these first.
+    @force_accelerate_hooks(["self_attention_res_norm", "self_attention_res_proj"])
+    def _mix_for_attention(self, *sources: Tensor) -> Tensor:
+        return _mix(self.self_attention_res_norm, self.self_attention_res_proj, *sources)
+
+    @force_accelerate_hooks(["mlp_res_norm", "mlp_res_proj"])
+    def _mix_for_mlp(self, *sources: Tensor) -> Tensor:
+        return _mix(self.mlp_res_norm, self.mlp_res_proj, *sources)
+
+
+def _mix(norm: KimiK3RMSNorm, proj: nn.Linear, *sources: Tensor) -> Tensor:
+    """Depth mixing with the query that a norm's weight [D] and a projection's weight [1, D] make together."""
+    dtype = torch.promote_types(proj.weight.dtype, torch.float32)
+    query = norm.weight.to(dtype) * proj.weight[0].to(dtype)
+    return attention_residual_mix(sources, query, norm.variance_epsilon)
+
+
+class KimiK3PreTrainedModel(PreTrainedModel):
+    """Loading, saving and initialisation that all model classes share."""
+
+    config: KimiK3TextConfig
+    config_class = KimiK3TextConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["KimiK3DecoderLayer"]  # noqa: RUF012 - read by the base class
+    _supports_sdpa = True
+    _supports_flash_attn = False  # value heads are narrower than key heads
+    _can_compile_fullgraph = True
+    # The recurrent state cannot be rolled back: `generate` refuses assisted decoding.
+    _is_stateful = True
+    _can_record_outputs = {  # noqa: RUF012
+        "router_logits": OutputRecorder(KimiK3TopKRouter, index=0),
+        "hidden_states": OutputRecorder(KimiK3DecoderLayer, index=0),
+        "attentions": OutputRecorder(KimiK3LatentAttention, index=1),
+    }
+    _keep_in_fp32_modules_strict = [  # noqa: RUF012
+        "A_log",
+        "dt_bias",
+        "q_conv1d",
+        "k_conv1d",
+        "v_conv1d",
+        "o_norm",
+        "e_score_correction_bias",
+    ]
+
+    def __init__(self, config: KimiK3TextConfig, *args, **kwargs) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.register_load_state_dict_pre_hook(accept_released_layout)
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        # The base class searches the source of this file for the experts class, which is in latent_moe.py.
+        return True
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path,
+        *model_args,
+        allow_missing_keys: bool = False,
+        output_loading_info: bool = False,
+        **kwargs,
+    ):
+        """As in Transformers, except that a checkpoint must hold every tensor of the model.
+
+        Args:
+            pretrained_model_name_or_path: Folder or Hub repository.
+            allow_missing_keys: Initialise tensors that the checkpoint lacks instead of raising, for example a new head.
+            output_loading_info: Also return the dictionary of missing, unexpected and mismatched keys.
+            **kwargs: Anything that `PreTrainedModel.from_pretrained` accepts, and fields of the config
+                (`kda_implementation="torch"`).
+
+        Raises:
+            ValueError: Tensors are missing; they are named.
+        """
+        model, info = super().from_pretrained(
+            pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
+        )
+        if (missing := sorted(info["missing_keys"])) and not allow_missing_keys:
+            shown = ", ".join(missing[:8]) + (f", ... ({len(missing)} in all)" if len(missing) > 8 else "")
+            raise ValueError(
+                f"the checkpoint {pretrained_model_name_or_path} must hold every tensor of {cls.__name__}, got none for "
+                f"{shown}: the file is truncated or belongs to another config; pass `allow_missing_keys=True` to "
+                "initialise them at random."
+            )
+        return (model, info) if output_loading_info else model
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Normal projections, unit norms, and: A = 0 with the bounded gate, decay as in the delta-rule literature,
+        pseudo-queries zero (uniform depth mixing), selection bias zero."""
+        super()._init_weights(module)
+        std = self.config.get_text_config().initializer_range
+        if isinstance(module, KimiK3DeltaAttention):
+            self._init_decay(module)
+        elif isinstance(module, KimiK3ShortConvolution):
+            bound = module.weight.shape[-1] ** -0.5
+            init.uniform_(module.weight, -bound, bound)
+        elif isinstance(module, KimiK3GatedRMSNorm):
+            init.ones_(module.weight)
+        elif isinstance(module, KimiK3TopKRouter):
+            init.normal_(module.weight, mean=0.0, std=std)
+            init.zeros_(module.e_score_correction_bias)
+        elif isinstance(module, KimiK3Experts):
+            init.normal_(module.gate_up_proj, mean=0.0, std=std)
+            init.normal_(module.down_proj, mean=0.0, std=std)
+        elif isinstance(module, KimiK3DecoderLayer) and module.has_attention_residuals:
+            init.zeros_(module.self_attention_res_proj.weight)
+            init.zeros_(module.mlp_res_proj.weight)
+        elif isinstance(module, KimiK3TextModel) and module.has_attention_residuals:
+            init.zeros_(module.output_attn_res_proj.weight)
+
+    @staticmethod
+    def _init_decay(module: KimiK3DeltaAttention) -> None:
+        low, high = (math.log(value) for value in INITIAL_DECAY_RANGE)
+        decay = torch.empty_like(module.dt_bias).uniform_(low, high).exp()  # -g of an input whose gate logit is 0
+        if module.gate_lower_bound is None:
+            # g = -exp(A) softplus(b): A log-uniform over [1, 16], b the inverse softplus of the decay.
+            init.copy_(module.A_log, torch.empty_like(module.A_log).uniform_(1.0, 16.0).log())
+            init.copy_(module.dt_bias, decay + torch.log(-torch.expm1(-decay)))
+        else:
+            # g = g_min sigmoid(exp(A) b): b the inverse sigmoid of the decay's share of the bound.
+            init.zeros_(module.A_log)
+            init.copy_(module.dt_bias, torch.logit(decay / -module.gate_lower_bound))
+
+
+class KimiK3TextModel(KimiK3PreTrainedModel):
+    """Embedding, decoder layers, final depth mixing and norm: token ids to hidden states."""
+
+    def __init__(self, config: KimiK3TextConfig) -> None:
+        super().__init__(config)
+        self.has_attention_residuals = config.attn_res_block_size is not None
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.layers = nn.ModuleList([KimiK3DecoderLayer(config, i) for i in range(config.num_hidden_layers)])
+        if self.has_attention_residuals:
+            self.output_attn_res_norm = KimiK3RMSNorm(config.hidden_size, config.rms_norm_eps)
+            self.output_attn_res_proj = nn.Linear(config.hidden_size, 1, bias=False)
+        self.norm = KimiK3RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @merge_with_config_defaults
+    @capture_outputs
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | dict[str, Tensor | None] | None = None,
+        position_ids: Tensor | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        **kwargs,
+    ) -> MoeModelOutputWithPast:
+        """Hidden states of every token.
+
+        Args:
+            input_ids: int64 [B, T].
+            attention_mask: [B, tokens in the cache + T], 1 for real tokens and 0 for padding, anywhere in a row; or the
+                dictionary that `create_masks_for_generate` makes. Padding never influences real tokens; the hidden states at padding are of
+                no use.
+            position_ids: [B, T]. No position enters the model; positions that restart mark packed documents, which are
+                then computed as if each were alone.
+            cache: Continued and extended. `None` starts one if `use_cache` and not training; packed documents have none.
+            inputs_embeds: [B, T, D], instead of `input_ids`. NaN in a row spoils that row only.
+            use_cache: Whether to return a cache; default from the config.
+            cu_seq_lens_q: int [N+1], offsets of packed documents in a single row, instead of `position_ids`.
+            **kwargs: `output_hidden_states`, `output_router_logits`, `output_attentions`, and what the attention function takes.
+
+        Raises:
+            ValueError: The arguments contradict each other; the message says what was expected.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("exactly one of `input_ids` and `inputs_embeds` must be given: pass one of the two.")
+        if inputs_embeds is None:
+            self._check_token_ids(input_ids)
+            inputs_embeds = self.embed_tokens(input_ids)
+        batch_size, length, _ = inputs_embeds.shape
+        if batch_size == 0 or length == 0:
+            raise ValueError(
+                f"the batch must hold at least one token, got shape {(batch_size, length)}: skip empty batches."
+            )
+
+        full_mask, layout = self._masks(inputs_embeds, attention_mask, position_ids, cache, cu_seq_lens_q)
+        is_packed = layout is not None and layout.is_packed
+        is_training_step = self.training and torch.is_grad_enabled()
+        if use_cache and cache is None and not is_packed and not is_training_step:
+            cache = DynamicCache(config=self.config)  # empty, so the masks made above hold for it too
+
+        hidden_states = inputs_embeds
+        closed_blocks: tuple[Tensor, ...] = ()
+        for layer in self.layers:
+            output, routing = layer(
+                hidden_states,
+                *closed_blocks,
+                attention_mask=full_mask,
+                cache=cache,
+                layout=layout,
+                collect_routing=is_training_step,
+                **kwargs,
+            )
+            if layer.closes_block:
+                closed_blocks = (*closed_blocks, hidden_states)
+            hidden_states = output
+            if routing is not None:
+                # Here, outside activation checkpointing, a token is counted once however often it is recomputed.
+                router = layer.mlp.gate
+                mask = None if layout is None else _real_tokens(layout, batch_size * length)
+                router.balance.add(
+                    routing.scores, routing.cutoff, router.e_score_correction_bias, mask, routing.top_k_index
+                )
+
+        if self.has_attention_residuals:
+            hidden_states = self._mix_for_output(*closed_blocks, hidden_states)
+        return MoeModelOutputWithPast(last_hidden_state=self.norm(hidden_states), cache=cache)
+
+    @force_accelerate_hooks(["output_attn_res_norm", "output_attn_res_proj"])
+    def _mix_for_output(self, *sources: Tensor) -> Tensor:
+        return _mix(self.output_attn_res_norm, self.output_attn_res_proj, *sources)
+
+    def _check_token_ids(self, input_ids: Tensor) -> None:
+        """On a GPU the embedding kernel asserts by itself, and looking at the ids would wait for the device."""
+        if input_ids.device.type != "cpu" or torch.compiler.is_compiling() or input_ids.numel() == 0:
+            return
+        low, high = (int(value) for value in input_ids.aminmax())
+        if low < 0 or high >= self.config.vocab_size:
+            raise ValueError(
+                f"`input_ids` must be in [0, vocab_size={self.config.vocab_size}), got values from {low} to {high}: use the "
+                "tokenizer that belongs to the model."
+            )
+
+    def _masks(
+        self,
+        inputs_embeds: Tensor,
+        attention_mask: Tensor | dict[str, Tensor | None] | None,
+        position_ids: Tensor | None,
+        cache: Cache | None,
+        cu_seqlens: Tensor | None,
+    ) -> tuple[Any, SequenceLayout | None]:
+        """The mask of the latent-attention layers, and where the sequences are for the KDA layers."""
+        batch_size, length, _ = inputs_embeds.shape
+        if isinstance(attention_mask, dict):
+            full_mask, padding = attention_mask["full_attention"], attention_mask["linear_attention"]
+        else:
+            self._check_mask(attention_mask, batch_size, length, cache)
+            full_mask = None
+            padding = create_recurrent_attention_mask(self.config, inputs_embeds, attention_mask, cache=cache)
+
+        layout = None
+        if padding is not None or cu_seqlens is not None or (position_ids is not None and length > 1):
+            layout = _sequence_layout(
+                batch_size, length, attention_mask=padding, position_ids=position_ids, cu_seqlens=cu_seqlens
+            )
+        if layout is not None and layout.is_packed:
+            if cache is not None:
+                raise ValueError(
+                    "packed documents (restarting `position_ids` or `cu_seq_lens_q`) cannot be cached, got a `cache`: pass "
+                    "one document per row to continue it, or no cache."
+                )
+            # Positions that restart say it all: padding counts as documents of its own.
+            attention_mask, position_ids = None, layout.position_ids
+        elif position_ids is not None:
+            # Not packed: the mask functions must not look for documents.
+            position_ids = None
+        if not isinstance(attention_mask, dict):
+            full_mask = create_causal_mask(
+                config=self.config,
+                inputs_embeds=inputs_embeds,
+                attention_mask=attention_mask,
+                cache=cache,
+                position_ids=position_ids,
+            )
+        return full_mask, layout
+
+    def _check_mask(self, attention_mask: Tensor | None, batch_size: int, length: int, cache: Cache | None) -> None:
+        if attention_mask is None:
+            return
+        if attention_mask.ndim != 2:
+            raise ValueError(
+                f"`attention_mask` must have shape [B, tokens], got {tuple(attention_mask.shape)}: the KDA layers cannot follow "
+                "an arbitrary mask; pass a padding mask, or restarting `position_ids` for packed documents."
+            )
+        if torch.compiler.is_compiling():
+            return
+        expected = (batch_size, length + (int(cache.get_seq_length()) if cache is not None else 0))
+        if tuple(attention_mask.shape) != expected:
+            raise ValueError(
+                f"`attention_mask` must have shape {expected} (rows, tokens in the cache plus new tokens), got "
+                f"{tuple(attention_mask.shape)}: pass one entry per token."
+            )
+
+
+# Finds lengths of sequences by value, which a compiled graph cannot hold; batches without padding do not come here.
+_sequence_layout = torch.compiler.disable(sequence_layout)
+
+
+def _real_tokens(layout: SequenceLayout, total: int) -> Tensor | None:
+    """bool [B*T], True at tokens of some document, or `None` if all are."""
+    if layout.indices is not None:
+        real = torch.zeros(total, dtype=torch.bool, device=layout.indices.device)
+        return real.index_fill(0, layout.indices, True)
+    return torch.arange(total, device=layout.cu_seqlens.device) < layout.cu_seqlens[-1]
+
+
+class KimiK3ForCausalLM(KimiK3PreTrainedModel, GenerationMixin):
+    """The text model with a language-modelling head."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+
+    def __init__(self, config: KimiK3TextConfig) -> None:
+        super().__init__(config)
+        self.model = KimiK3TextModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | dict[str, Tensor | None] | None = None,
+        position_ids: Tensor | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs,
+    ) -> MoeCausalLMOutputWithPast:
+        """Next-token logits, and their loss against labels.
+
+        Args:
+            input_ids, attention_mask, position_ids, cache, inputs_embeds, use_cache: As in `KimiK3TextModel.forward`.
+            labels: int64 [B, T], -100 where there is no target; shifted here, so pass the `input_ids`. In packed rows the
+                first token of each document should be -100.
+            logits_to_keep: Compute logits for the last so many tokens only (0 for all), or for these positions.
+            **kwargs: Also `num_items_in_batch`, the number of targets in the whole optimizer step.
+
+        Returns:
+            `loss` (mean over targets, or sum over `num_items_in_batch`), `logits` [B, kept, vocab_size], `cache`, and what
+            was asked for by `output_*`.
+        """
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            cache=cache,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        hidden_states = outputs.last_hidden_state
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(hidden_states[:, kept])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return MoeCausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            cache=outputs.cache,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            router_logits=outputs.router_logits,
+        )
+
+
+__all__ = ["KimiK3ForCausalLM", "KimiK3PreTrainedModel", "KimiK3TextModel"]

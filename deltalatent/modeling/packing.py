@@ -1,0 +1,144 @@
+# Copyright 2026 The deltalatent authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Which tokens of a batch form one sequence: padding, packed documents, or neither.
+
+Recurrent layers run over sequences, not over rows. A `SequenceLayout` says where the sequences are: the KDA layers gather
+the real tokens into one long row with document boundaries, so that padding neither enters the convolution nor decays
+the state, wherever it stands; the attention layers get positions that restart with every document, from which
+Transformers' mask functions build a block-diagonal causal mask.
+
+Shapes: B rows of T tokens, N sequences, L = number of real tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deltalatent.kernels.packing import document_index, document_starts, validate_cu_seqlens
+
+
+@dataclass(frozen=True)
+class SequenceLayout:
+    """Where the sequences of a batch are.
+
+    Attributes:
+        cu_seqlens: int32 [N+1], offsets of the sequences among the real tokens, rows flattened.
+        indices: int64 [L], positions of the real tokens in the flattened batch [B*T]; `None` if all are real.
+        position_ids: int64 [B, T], positions that restart with every document (runs of padding count as documents of
+            their own), or `None` if every row is one sequence. Only packed batches have them.
+    """
+
+    cu_seqlens: Tensor
+    indices: Tensor | None
+    position_ids: Tensor | None
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether some row holds several documents."""
+        return self.position_ids is not None
+
+    def gather(self, x: Tensor) -> Tensor:
+        """[B, T, ...] -> [1, L, ...], the real tokens of all sequences in one row."""
+        flat = x.flatten(0, 1)
+        return (flat if self.indices is None else flat.index_select(0, self.indices))[None]
+
+    def scatter(self, x: Tensor, batch_size: int) -> Tensor:
+        """[1, L, ...] -> [B, T, ...], zeros at padding; the inverse of `gather`."""
+        flat = x[0]
+        if self.indices is not None:
+            flat = x.new_zeros(self._total, *x.shape[2:]).index_copy(0, self.indices, flat)
+        return flat.view(batch_size, -1, *x.shape[2:])
+
+    _total: int = 0
+
+
+def sequence_layout(
+    batch_size: int,
+    length: int,
+    *,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> SequenceLayout | None:
+    """Find the sequences of a batch.
+
+    `cu_seqlens` is taken at its word. Otherwise a document starts at the first real token of a row and wherever, from one
+    real token to the next, the position does not go on: neither by one nor by the distance of the two tokens in the
+    row (masks with holes come with either numbering). Without a mask this is the rule of
+    `transformers.masking_utils.find_packed_sequence_indices`. Waits for the device once.
+
+    Args:
+        batch_size: B.
+        length: T.
+        attention_mask: [B, T], nonzero for real tokens; `None` if all are real.
+        position_ids: [B, T] or [1, T], as the caller gave them; `None` if each row is one sequence.
+        cu_seqlens: [N+1], integer, offsets of packed documents; needs B = 1. Tokens beyond the last offset belong to no
+            document.
+
+    Returns:
+        The layout, or `None` if every row is one sequence without padding.
+
+    Raises:
+        ValueError: `cu_seqlens` does not describe a row of T tokens (see `kernels.packing.validate_cu_seqlens`), or comes
+            with padding.
+    """
+    if cu_seqlens is not None:
+        validate_cu_seqlens(cu_seqlens, length, batch_size=batch_size)
+        if attention_mask is not None and not bool(attention_mask.all()):
+            raise ValueError(
+                "`cu_seq_lens_q` and an `attention_mask` with padding describe the batch twice: pass one of the two."
+            )
+        document = document_index(cu_seqlens, length)[None]  # [1, T]
+        positions = _restarting_positions(_changes(document))
+        return SequenceLayout(cu_seqlens.to(torch.int32), None, positions, length)
+
+    if attention_mask is None:
+        if position_ids is None or length == 1:
+            return None
+        starts = document_starts(position_ids.expand(batch_size, length))
+        if int(starts.sum()) == batch_size:
+            return None
+        return SequenceLayout(_offsets(starts.flatten()), None, _restarting_positions(starts), starts.numel())
+
+    real = attention_mask.bool()
+    indices = real.flatten().nonzero().flatten()  # [L]
+    row = indices // length
+    if position_ids is not None:
+        position = position_ids.expand(batch_size, length).flatten()[indices]
+        step, distance = position.diff(), indices.diff()
+        same_row = row.diff() == 0
+        restarts = same_row & (step != 1) & (step != distance)
+        if bool(restarts.any()):
+            starts = torch.ones_like(indices, dtype=torch.bool)
+            starts[1:] = restarts | ~same_row
+            boundaries = _changes(real)
+            boundaries.view(-1)[indices[starts]] = True
+            return SequenceLayout(_offsets(starts), indices, _restarting_positions(boundaries), real.numel())
+    if indices.numel() == real.numel():
+        return None
+    lengths = real.sum(1)
+    cu_seqlens = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(torch.int32)
+    return SequenceLayout(cu_seqlens, indices, None, real.numel())
+
+
+def _offsets(starts: Tensor) -> Tensor:
+    """bool [L], True where a sequence starts -> int32 [N+1]."""
+    first = starts.nonzero().flatten()
+    return torch.cat([first, first.new_tensor([starts.numel()])]).to(torch.int32)
+
+
+def _changes(labels: Tensor) -> Tensor:
+    """[B, T] -> bool [B, T], True at the first token of a row and where the label differs from the one before."""
+    changed = torch.ones_like(labels, dtype=torch.bool)
+    changed[:, 1:] = labels[:, 1:] != labels[:, :-1]
+    return changed
+
+
+def _restarting_positions(starts: Tensor) -> Tensor:
+    """bool [B, T], True at row starts too -> int64 [B, T], distance to the last start."""
+    index = torch.arange(starts.shape[1], device=starts.device).expand_as(starts)
+    last_start = torch.where(starts, index, 0).cummax(dim=1).values
+    return index - last_start

@@ -1,0 +1,45 @@
+# Copyright 2026 The deltalatent authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors that stay float32 whatever dtype the model is cast to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor, nn
+
+
+class KeepFloat32(nn.Module):
+    """Module whose tensors named in `float32_tensors` survive `.to(torch.bfloat16)`, `.half()` and their like.
+
+    Decay parameters, short-convolution taps, the norm of the read-out and the selection bias lose meaning in half
+    precision (updates vanish, experts change), and a later cast back cannot restore them. Device moves, and casts of
+    everything else, work as usual. Declaring the tensors is the module's own job; loading at a half-precision dtype is
+    covered by `_keep_in_fp32_modules_strict` of the model class.
+    """
+
+    float32_tensors: tuple[str, ...] = ()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True):
+        kept = {id(tensor) for name in self.float32_tensors if (tensor := getattr(self, name, None)) is not None}
+
+        def apply_but_keep(tensor: Tensor) -> Tensor:
+            result = fn(tensor)
+            if id(tensor) not in kept or result.dtype == tensor.dtype or not result.is_floating_point():
+                return result
+            return tensor.to(device=result.device)
+
+        # `recurse` would hand the same function to the children, whose own lists it does not know.
+        if recurse:
+            for child in self.children():
+                child._apply(fn)
+        return super()._apply(apply_but_keep, recurse=False)
+
+
+def float32_autocast_disabled(device: torch.device) -> AbstractContextManager:
+    """Context in which autocast does not touch float32 arithmetic on `device`."""
+    if not torch.amp.is_autocast_available(device.type):
+        return nullcontext()
+    return torch.autocast(device_type=device.type, enabled=False)
