@@ -18,7 +18,8 @@ from deltalatent.configuration.configuration_kimi_k3 import (
 
 
 class KimiLinearFile:
-    """What `model_type: kimi_linear` stands for: released text folders of this architecture carry the predecessor's type.
+    """What `model_type: kimi_linear` stands for: released text folders of this architecture carry the predecessor's
+    type.
 
     Not a configuration but a choice between two: a file with a field that only this architecture has becomes a
     `KimiK3TextConfig`, any other the predecessor's `KimiLinearConfig`, as without this package.

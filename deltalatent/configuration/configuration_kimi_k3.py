@@ -79,7 +79,8 @@ class KimiK3TextConfig(PreTrainedConfig):
         linear_attn_config (`dict`, *optional*): The KDA layers: `kda_layers` and `full_attn_layers` (1-based, together
             every layer exactly once), `num_heads`, `head_dim`, `short_conv_kernel_size`, `gate_lower_bound` (log decay
             per token, in [-5, 0), or `None` for the unbounded softplus gate) and `use_full_rank_gate`.
-        attn_res_block_size (`int`, *optional*): Layers per block of the attention residuals, `None` for plain residuals.
+        attn_res_block_size (`int`, *optional*): Layers per block of the attention residuals, `None` for plain
+            residuals.
         hidden_act (`str`): `"situ"` (soft-capped gated unit) or `"silu"`.
         activation_situ_beta, activation_situ_linear_beta (`float`): Soft caps of the two branches of SiTU.
         num_experts (`int`, *optional*): Routed experts per sparse layer; `None` or 0 makes every layer dense.
@@ -94,14 +95,15 @@ class KimiK3TextConfig(PreTrainedConfig):
         routed_scaling_factor (`float`): Factor on the routing weights.
         use_grouped_topk, num_expert_group, topk_group: Group-limited routing; one group is none.
         topk_method (`str`): `"noaux_tc"`, selection by score plus balancing bias.
-        first_k_dense_replace, moe_layer_freq (`int`): Layer `i` (0-based) is sparse if `i >= first_k_dense_replace` and
-            `i % moe_layer_freq == 0`.
+        first_k_dense_replace, moe_layer_freq (`int`): Layer `i` (0-based) is sparse if `i >= first_k_dense_replace`
+            and `i % moe_layer_freq == 0`.
         rms_norm_eps (`float`): Epsilon of the norms, the depth mixing and the gated norm of KDA. The low-rank norms of
             MLA use 1e-6 whatever this says, as released.
         initializer_range (`float`): Standard deviation of the initial projections.
         kda_a_log_length (`int`, *optional*): Length at which `A_log` is written to disk (zero-padded; the release uses
             128); `None` writes one entry per head. Any length from the number of heads up is read.
-        kda_implementation (`str`): `"auto"`, `"triton"`, `"torch"` or `"fla"`; not saved. What computes the KDA layers.
+        kda_implementation (`str`): `"auto"`, `"triton"`, `"torch"` or `"fla"`; not saved. What computes the KDA
+            layers.
 
     Raises:
         StrictDataclassFieldValidationError: A value has the wrong type.
@@ -320,8 +322,8 @@ class KimiK3TextConfig(PreTrainedConfig):
         bound = self.gate_lower_bound
         if bound is not None and not MIN_GATE_LOWER_BOUND <= bound < 0:
             raise ValueError(
-                f"`linear_attn_config.gate_lower_bound` must be in [{MIN_GATE_LOWER_BOUND:g}, 0) or null, got {bound}: the "
-                "kernels rely on sixteen steps of decay fitting the exponent range; use null for the softplus gate."
+                f"`linear_attn_config.gate_lower_bound` must be in [{MIN_GATE_LOWER_BOUND:g}, 0) or null, got {bound}: "
+                "the kernels rely on sixteen steps of decay fitting the exponent range; use null for the softplus gate."
             )
         if self.kda_a_log_length is not None and self.kda_a_log_length < self.linear_num_heads:
             raise ValueError(
@@ -365,7 +367,8 @@ class KimiK3TextConfig(PreTrainedConfig):
         groups, kept = self.num_expert_group, self.topk_group
         if groups < 1 or self.num_experts % groups:
             raise ValueError(
-                f"`num_expert_group` must divide `num_experts`={self.num_experts}, got {groups}: use a divisor (1 for no groups)."
+                f"`num_expert_group` must divide `num_experts`={self.num_experts}, got {groups}: use a divisor (1 for "
+                "no groups)."
             )
         if not 1 <= kept <= groups:
             raise ValueError(
@@ -374,8 +377,8 @@ class KimiK3TextConfig(PreTrainedConfig):
         size = self.num_experts // groups
         if groups > 1 and size < 2:
             raise ValueError(
-                f"`num_expert_group` must leave at least 2 experts in a group (groups are ranked by their two best), got "
-                f"{groups} groups of {size}: use fewer groups."
+                "`num_expert_group` must leave at least 2 experts in a group (groups are ranked by their two best), "
+                f"got {groups} groups of {size}: use fewer groups."
             )
         if self.num_experts_per_token > kept * size:
             raise ValueError(

@@ -35,8 +35,8 @@ class NarrowDecay(ConversionOps):
         num_heads = config.get_text_config().linear_num_heads
         if stored.numel() < num_heads:
             raise ValueError(
-                f"`{full_layer_name}` must have at least {num_heads} entries (one per head), got {stored.numel()}: the file is "
-                "truncated or belongs to another config."
+                f"`{full_layer_name}` must have at least {num_heads} entries (one per head), got {stored.numel()}: "
+                "the file is truncated or belongs to another config."
             )
         return {target_patterns[0]: stored.flatten()[:num_heads].clone()}
 

@@ -158,8 +158,8 @@ class KimiK3DeltaAttention(KeepFloat32):
         return windows, state
 
     def _write(self, cache: Cache, windows: tuple[Tensor, ...], state: Tensor) -> None:
-        # The cache keeps the last W - 1 of (old, new) columns, which is the new window. Its buffers are written in place,
-        # so they cannot be part of a graph.
+        # The cache keeps the last W - 1 of (old, new) columns, which is the new window. Its buffers are written in
+        # place, so they cannot be part of a graph.
         for i, window in enumerate(windows):
             cache.update_conv_state(
                 window.detach(), self.layer_idx, state_idx=i, conv_kernel_size=self.conv_kernel_size - 1

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Multi-head latent attention (MLA) without positions, with an output gate.
 
-Sources: DeepSeek-V2 (arXiv 2405.04434, section 2.1), Kimi Linear (arXiv 2510.26692), Kimi K3 report (arXiv 2607.24653),
-golden README "MLA layers".
+Sources: DeepSeek-V2 (arXiv 2405.04434, section 2.1), Kimi Linear (arXiv 2510.26692), Kimi K3 report (arXiv
+2607.24653), golden README "MLA layers".
 Shapes: B rows, T new tokens, S tokens in view, D model width, H heads, R latent rank, P = `qk_nope_head_dim`,
 Q = `qk_rope_head_dim` (the key part that the heads share), V value width.
 """
@@ -63,8 +63,8 @@ class KimiK3LatentAttention(nn.Module):
 
     What the cache keeps per token is the normalised latent (R values) and the shared key part (Q values), never keys
     and values of heads. They are read in one of two forms that give the same numbers: *expanded*, keys and values are
-    computed from all S latents; *absorbed*, `W_kv_b` is moved over to the query and to the output, and attention runs on
-    the latents themselves. The form with fewer multiplications is taken; decoding absorbs.
+    computed from all S latents; *absorbed*, `W_kv_b` is moved over to the query and to the output, and attention runs
+    on the latents themselves. The form with fewer multiplications is taken; decoding absorbs.
     """
 
     is_causal = True
@@ -153,8 +153,8 @@ class KimiK3LatentAttention(nn.Module):
     def _absorbed(self, attention, query, latent, shared_key, attention_mask, **kwargs):
         """Multi-query attention on the latents: one key and value head that all H queries of a token share.
 
-        The heads are laid out along the query axis (T*H queries on one head), so no attention function copies the latents
-        for each head.
+        The heads are laid out along the query axis (T*H queries on one head), so no attention function copies the
+        latents for each head.
         """
         batch_size, num_heads, length, _ = query.shape
         key_weight, value_weight = self.kv_b_proj.weight.view(num_heads, -1, self.kv_lora_rank).split(
@@ -192,7 +192,7 @@ class KimiK3LatentAttention(nn.Module):
         return absorb + attend_absorbed < expand + attend_expanded
 
     def _blank_unwritten(self, cache: Cache, latent: Tensor, shared_key: Tensor) -> tuple[Tensor, Tensor]:
-        """Zero the part of a preallocated cache that holds no token yet: a mask gives it weight 0, but 0 * NaN is NaN."""
+        """Zero what a preallocated cache has not written yet: a mask gives it weight 0, but 0 * NaN is NaN."""
         layer = cache.layers[self.layer_idx]
         if not isinstance(layer, StaticLayer):
             return latent, shared_key

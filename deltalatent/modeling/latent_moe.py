@@ -4,8 +4,8 @@
 
 Sources: Kimi K3 report (arXiv 2607.24653), DeepSeek-V3 (arXiv 2412.19437, auxiliary-loss-free routing), golden README
 "Channel mixers".
-Shapes: T tokens (rows and sequence flattened), D model width, Z width in which experts work, I expert width, E experts,
-K experts per token.
+Shapes: T tokens (rows and sequence flattened), D model width, Z width in which experts work, I expert width, E
+experts, K experts per token.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class RouterOutput(NamedTuple):
 
 
 class RoutingStatistics(NamedTuple):
-    """What quantile balancing counts of one layer, without gradient: scores [T, E], cutoff [T], chosen experts [T, K]."""
+    """What quantile balancing counts of one layer: scores [T, E] (detached), cutoff [T], chosen experts [T, K]."""
 
     scores: Tensor
     cutoff: Tensor
@@ -80,10 +80,10 @@ class KimiK3TopKRouter(KeepFloat32):
         s = \sigma(W x), \quad \text{choose the K largest of } s + b, \quad
         w = \lambda\, s_{chosen} / (\textstyle\sum s_{chosen} + 10^{-20})
 
-    The bias b (`e_score_correction_bias`, float32 buffer) decides who is chosen but not the weights; quantile balancing
-    writes it between optimizer steps. With expert groups, groups are ranked by the sum of their two best biased
-    scores, and only experts of the best `topk_group` groups are eligible. The whole router runs in float32 whatever the
-    dtype of the model or autocast: in bf16 one token in twenty gets other experts.
+    The bias b (`e_score_correction_bias`, float32 buffer) decides who is chosen but not the weights; quantile
+    balancing writes it between optimizer steps. With expert groups, groups are ranked by the sum of their two best
+    biased scores, and only experts of the best `topk_group` groups are eligible. The whole router runs in float32
+    whatever the dtype of the model or autocast: in bf16 one token in twenty gets other experts.
     """
 
     float32_tensors = ("e_score_correction_bias",)

@@ -45,14 +45,14 @@ from deltalatent.modeling.packing import SequenceLayout, sequence_layout
 from deltalatent.modeling.released_layout import accept_released_layout
 
 INITIAL_DECAY_RANGE = (1e-3, 1e-1)
-"""Initial forgetting per token and channel, drawn log-uniformly (Mamba-2, arXiv 2405.21060; Gated DeltaNet, 2412.06464)."""
+"""Initial decay per token and channel, log-uniform (Mamba-2, arXiv 2405.21060; Gated DeltaNet, arXiv 2412.06464)."""
 
 
 class KimiK3DecoderLayer(GradientCheckpointingLayer):
     """Token mixer (KDA or latent attention), then channel mixer (dense or mixture of experts).
 
-    With attention residuals, what a mixer reads is not the running sum but a mix of the closed blocks and the running sum
-    (`attention_residual_mix`), with a learned query per mixer. The first layer of a block closes the sum that it
+    With attention residuals, what a mixer reads is not the running sum but a mix of the closed blocks and the running
+    sum (`attention_residual_mix`), with a learned query per mixer. The first layer of a block closes the sum that it
     receives: its token mixer still reads it as the running sum, afterwards it is one of the closed blocks.
     """
 
@@ -190,7 +190,8 @@ class KimiK3PreTrainedModel(PreTrainedModel):
 
         Args:
             pretrained_model_name_or_path: Folder or Hub repository.
-            allow_missing_keys: Initialise tensors that the checkpoint lacks instead of raising, for example a new head.
+            allow_missing_keys: Initialise tensors that the checkpoint lacks instead of raising, for example a new
+                head.
             output_loading_info: Also return the dictionary of missing, unexpected and mismatched keys.
             **kwargs: Anything that `PreTrainedModel.from_pretrained` accepts, and fields of the config
                 (`kda_implementation="torch"`).
@@ -204,8 +205,8 @@ class KimiK3PreTrainedModel(PreTrainedModel):
         if (missing := sorted(info["missing_keys"])) and not allow_missing_keys:
             shown = ", ".join(missing[:8]) + (f", ... ({len(missing)} in all)" if len(missing) > 8 else "")
             raise ValueError(
-                f"the checkpoint {pretrained_model_name_or_path} must hold every tensor of {cls.__name__}, got none for "
-                f"{shown}: the file is truncated or belongs to another config; pass `allow_missing_keys=True` to "
+                f"the checkpoint {pretrained_model_name_or_path} must hold every tensor of {cls.__name__}, got none "
+                f"for {shown}: the file is truncated or belongs to another config; pass `allow_missing_keys=True` to "
                 "initialise them at random."
             )
         return (model, info) if output_loading_info else model
@@ -282,16 +283,18 @@ class KimiK3TextModel(KimiK3PreTrainedModel):
 
         Args:
             input_ids: int64 [B, T].
-            attention_mask: [B, tokens in the cache + T], 1 for real tokens and 0 for padding, anywhere in a row; or the
-                dictionary that `create_masks_for_generate` makes. Padding never influences real tokens; the hidden states at padding are of
-                no use.
+            attention_mask: [B, tokens in the cache + T], 1 for real tokens and 0 for padding, anywhere in a row; or
+                the dictionary that `create_masks_for_generate` makes. Padding never influences real tokens; the hidden
+                states at padding are of no use.
             position_ids: [B, T]. No position enters the model; positions that restart mark packed documents, which are
                 then computed as if each were alone.
-            cache: Continued and extended. `None` starts one if `use_cache` and not training; packed documents have none.
+            cache: Continued and extended. `None` starts one if `use_cache` and not training; packed documents have
+                none.
             inputs_embeds: [B, T, D], instead of `input_ids`. NaN in a row spoils that row only.
             use_cache: Whether to return a cache; default from the config.
             cu_seq_lens_q: int [N+1], offsets of packed documents in a single row, instead of `position_ids`.
-            **kwargs: `output_hidden_states`, `output_router_logits`, `output_attentions`, and what the attention function takes.
+            **kwargs: `output_hidden_states`, `output_router_logits`, `output_attentions`, and what the attention
+                function takes.
 
         Raises:
             ValueError: The arguments contradict each other; the message says what was expected.
@@ -351,8 +354,8 @@ class KimiK3TextModel(KimiK3PreTrainedModel):
         low, high = (int(value) for value in input_ids.aminmax())
         if low < 0 or high >= self.config.vocab_size:
             raise ValueError(
-                f"`input_ids` must be in [0, vocab_size={self.config.vocab_size}), got values from {low} to {high}: use the "
-                "tokenizer that belongs to the model."
+                f"`input_ids` must be in [0, vocab_size={self.config.vocab_size}), got values from {low} to {high}: "
+                "use the tokenizer that belongs to the model."
             )
 
     def _masks(
@@ -380,8 +383,8 @@ class KimiK3TextModel(KimiK3PreTrainedModel):
         if layout is not None and layout.is_packed:
             if cache is not None:
                 raise ValueError(
-                    "packed documents (restarting `position_ids` or `cu_seq_lens_q`) cannot be cached, got a `cache`: pass "
-                    "one document per row to continue it, or no cache."
+                    "packed documents (restarting `position_ids` or `cu_seq_lens_q`) cannot be cached, got a `cache`: "
+                    "pass one document per row to continue it, or no cache."
                 )
             # Positions that restart say it all: padding counts as documents of its own.
             attention_mask, position_ids = None, layout.position_ids
@@ -403,8 +406,9 @@ class KimiK3TextModel(KimiK3PreTrainedModel):
             return
         if attention_mask.ndim != 2:
             raise ValueError(
-                f"`attention_mask` must have shape [B, tokens], got {tuple(attention_mask.shape)}: the KDA layers cannot follow "
-                "an arbitrary mask; pass a padding mask, or restarting `position_ids` for packed documents."
+                f"`attention_mask` must have shape [B, tokens], got {tuple(attention_mask.shape)}: the KDA layers "
+                "cannot follow an arbitrary mask; pass a padding mask, or restarting `position_ids` for packed "
+                "documents."
             )
         if torch.compiler.is_compiling():
             return
@@ -458,14 +462,14 @@ class KimiK3ForCausalLM(KimiK3PreTrainedModel, GenerationMixin):
 
         Args:
             input_ids, attention_mask, position_ids, cache, inputs_embeds, use_cache: As in `KimiK3TextModel.forward`.
-            labels: int64 [B, T], -100 where there is no target; shifted here, so pass the `input_ids`. In packed rows the
-                first token of each document should be -100.
+            labels: int64 [B, T], -100 where there is no target; shifted here, so pass the `input_ids`. In packed rows
+                the first token of each document should be -100.
             logits_to_keep: Compute logits for the last so many tokens only (0 for all), or for these positions.
             **kwargs: Also `num_items_in_batch`, the number of targets in the whole optimizer step.
 
         Returns:
-            `loss` (mean over targets, or sum over `num_items_in_batch`), `logits` [B, kept, vocab_size], `cache`, and what
-            was asked for by `output_*`.
+            `loss` (mean over targets, or sum over `num_items_in_batch`), `logits` [B, kept, vocab_size], `cache`, and
+            what was asked for by `output_*`.
         """
         outputs = self.model(
             input_ids=input_ids,

@@ -27,7 +27,7 @@ class KimiK3RMSNorm(nn.Module):
 
 
 class KimiK3GatedRMSNorm(KeepFloat32):
-    """RMS norm of a head's read-out [..., V], times `sigmoid(gate)`; the weight [V] is shared by the heads, float32."""
+    """RMS norm of a head's read-out [..., V], times `sigmoid(gate)`; the heads share the float32 weight [V]."""
 
     float32_tensors = ("weight",)
 

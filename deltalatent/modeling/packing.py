@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which tokens of a batch form one sequence: padding, packed documents, or neither.
 
-Recurrent layers run over sequences, not over rows. A `SequenceLayout` says where the sequences are: the KDA layers gather
-the real tokens into one long row with document boundaries, so that padding neither enters the convolution nor decays
-the state, wherever it stands; the attention layers get positions that restart with every document, from which
+Recurrent layers run over sequences, not over rows. A `SequenceLayout` says where the sequences are: the KDA layers
+gather the real tokens into one long row with document boundaries, so that padding neither enters the convolution nor
+decays the state, wherever it stands; the attention layers get positions that restart with every document, from which
 Transformers' mask functions build a block-diagonal causal mask.
 
 Shapes: B rows of T tokens, N sequences, L = number of real tokens.
@@ -65,9 +65,9 @@ def sequence_layout(
 ) -> SequenceLayout | None:
     """Find the sequences of a batch.
 
-    `cu_seqlens` is taken at its word. Otherwise a document starts at the first real token of a row and wherever, from one
-    real token to the next, the position does not go on: neither by one nor by the distance of the two tokens in the
-    row (masks with holes come with either numbering). Without a mask this is the rule of
+    `cu_seqlens` is taken at its word. Otherwise a document starts at the first real token of a row and wherever, from
+    one real token to the next, the position does not go on: neither by one nor by the distance of the two tokens in
+    the row (masks with holes come with either numbering). Without a mask this is the rule of
     `transformers.masking_utils.find_packed_sequence_indices`. Waits for the device once.
 
     Args:
@@ -75,15 +75,15 @@ def sequence_layout(
         length: T.
         attention_mask: [B, T], nonzero for real tokens; `None` if all are real.
         position_ids: [B, T] or [1, T], as the caller gave them; `None` if each row is one sequence.
-        cu_seqlens: [N+1], integer, offsets of packed documents; needs B = 1. Tokens beyond the last offset belong to no
-            document.
+        cu_seqlens: [N+1], integer, offsets of packed documents; needs B = 1. Tokens beyond the last offset belong to
+            no document.
 
     Returns:
         The layout, or `None` if every row is one sequence without padding.
 
     Raises:
-        ValueError: `cu_seqlens` does not describe a row of T tokens (see `kernels.packing.validate_cu_seqlens`), or comes
-            with padding.
+        ValueError: `cu_seqlens` does not describe a row of T tokens (see `kernels.packing.validate_cu_seqlens`), or
+            comes with padding.
     """
     if cu_seqlens is not None:
         validate_cu_seqlens(cu_seqlens, length, batch_size=batch_size)

@@ -4,8 +4,8 @@
 
 `from_pretrained` and `save_pretrained` translate names through Transformers' conversion mapping
 (`conversion/mapping.py`). Code that reads files by itself - `Trainer` when it resumes or loads the best model, or a
-user with `load_file` - calls `load_state_dict` with the names on disk. This hook makes that work, one shard at a time if
-need be.
+user with `load_file` - calls `load_state_dict` with the names on disk. This hook makes that work, one shard at a time
+if need be.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ EXPERT_KEY = re.compile(r"(?P<experts>.*\.experts)\.(?P<index>\d+)\.(?P<which>w[
 def accept_released_layout(module: nn.Module, state_dict: dict[str, Tensor], prefix: str, *args, **kwargs) -> None:
     """Pre-hook of `load_state_dict`: rename the MoE blocks and fuse the experts, in place; other names pass untouched.
 
-    Experts go straight into their slice of the fused parameter. The fused name is added to `state_dict` once all of its
-    slices were there, so that a strict load still reports an incomplete file; shards that hold some of the slices can
-    be loaded one after the other (not strictly).
+    Experts go straight into their slice of the fused parameter. The fused name is added to `state_dict` once all of
+    its slices were there, so that a strict load still reports an incomplete file; shards that hold some of the slices
+    can be loaded one after the other (not strictly).
     """
     slices: dict[str, int] = defaultdict(int)
     for key in [key for key in state_dict if key.startswith(prefix) and f".{RELEASED_MOE_NAME}." in key]:
@@ -36,13 +36,17 @@ def accept_released_layout(module: nn.Module, state_dict: dict[str, Tensor], pre
             state_dict[renamed] = tensor
             continue
         name = match["experts"] + (".down_proj" if match["which"] == "w2" else ".gate_up_proj")
-        target = _slice(module.get_parameter(name.removeprefix(prefix)), int(match["index"]), match["which"])
-        if target is None or target.shape != tensor.shape:
-            shape = None if target is None else tuple(target.shape)
+        parameter, index = module.get_parameter(name.removeprefix(prefix)), int(match["index"])
+        if index >= parameter.shape[0]:
             raise ValueError(
-                f"`{key}` must have shape {shape}, got {tuple(tensor.shape)}: the file belongs to another config."
-                if target is not None
-                else f"`{key}` must name one of the model's experts, got index {match['index']}: the file belongs to another config."
+                f"`{key}` must belong to one of the {parameter.shape[0]} experts of the model, got expert {index}: "
+                "the file belongs to another config."
+            )
+        target = _slice(parameter[index], match["which"])
+        if target.shape != tensor.shape:
+            raise ValueError(
+                f"`{key}` must have shape {tuple(target.shape)}, got {tuple(tensor.shape)}: the file belongs to "
+                "another config."
             )
         target.copy_(tensor)
         slices[name] += 1
@@ -52,10 +56,7 @@ def accept_released_layout(module: nn.Module, state_dict: dict[str, Tensor], pre
             state_dict[name] = parameter.detach()
 
 
-def _slice(parameter: Tensor, expert: int, which: str) -> Tensor | None:
-    """Where w1 (gate), w3 (up) or w2 (down) of an expert lives in the fused parameter, `None` if there is no such expert."""
-    if expert >= parameter.shape[0]:
-        return None
-    rows = parameter[expert]
-    half = rows.shape[0] // 2
-    return {"w1": rows[:half], "w3": rows[half:], "w2": rows}[which]
+def _slice(expert: Tensor, which: str) -> Tensor:
+    """Where w1 (gate), w3 (up) or w2 (down) lives in one expert of the fused parameter."""
+    half = expert.shape[0] // 2
+    return {"w1": expert[:half], "w3": expert[half:], "w2": expert}[which]

@@ -45,13 +45,13 @@ def attention_residual_mix(sources: Sequence[Tensor], query: Tensor, eps: float)
     for i, source in enumerate(sources):
         if source.shape != shape:
             raise ValueError(
-                f"`sources` must have one shape, got {tuple(shape)} at 0 and {tuple(source.shape)} at {i}: pass streams "
-                "of the same batch."
+                f"`sources` must have one shape, got {tuple(shape)} at 0 and {tuple(source.shape)} at {i}: pass "
+                "streams of the same batch."
             )
     if query.shape != shape[-1:]:
         raise ValueError(
-            f"`query` must have shape {(shape[-1],)}, got {tuple(query.shape)}: pass the product of norm and projection "
-            "weights as a vector."
+            f"`query` must have shape {(shape[-1],)}, got {tuple(query.shape)}: pass the product of norm and "
+            "projection weights as a vector."
         )
     return _AttentionResidualMix.apply(query, eps, *sources)
 
