@@ -111,6 +111,7 @@ class KimiK3TextConfig(PreTrainedConfig):
     """
 
     model_type = "kimi_k3_text"
+    base_config_key = "text_config"
     keys_to_ignore_at_inference = ("cache", "past_key_values")
     attribute_map = {  # noqa: RUF012 - read by the base class
         "num_local_experts": "num_experts",
@@ -322,8 +323,8 @@ class KimiK3TextConfig(PreTrainedConfig):
         bound = self.gate_lower_bound
         if bound is not None and not MIN_GATE_LOWER_BOUND <= bound < 0:
             raise ValueError(
-                f"`linear_attn_config.gate_lower_bound` must be in [{MIN_GATE_LOWER_BOUND:g}, 0) or null, got {bound}: "
-                "the kernels rely on sixteen steps of decay fitting the exponent range; use null for the softplus gate."
+                f"`linear_attn_config.gate_lower_bound` must be in [{MIN_GATE_LOWER_BOUND:g}, 0) or null, got {bound}:"
+                " sixteen steps of decay must fit the exponent range of the kernels; use null for the softplus gate."
             )
         if self.kda_a_log_length is not None and self.kda_a_log_length < self.linear_num_heads:
             raise ValueError(

@@ -91,12 +91,12 @@ class KimiK3DeltaAttention(KeepFloat32):
             cache: Continued if it has a state for this layer, and updated. Not with packed documents.
             layout: Where the sequences are, if rows are padded or packed; padding gives zeros.
         """
-        batch_size = hidden_states.shape[0]
         if layout is not None:
             hidden_states = layout.gather(hidden_states)  # [1, L, D]
         cu_seqlens = None if layout is None else layout.cu_seqlens
         heads = (*hidden_states.shape[:2], self.num_heads, self.head_dim)
         impl = self.config.kda_implementation
+        impl_around = "auto" if impl == "fla" else impl  # what surrounds the recurrence has no third-party form
 
         projected = (self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states))
         decay = self.f_b_proj(self.f_a_proj(hidden_states)).view(heads)
@@ -115,7 +115,7 @@ class KimiK3DeltaAttention(KeepFloat32):
                 initial_state=windows,
                 cu_seqlens=cu_seqlens,
                 output_final_state=cache is not None,
-                impl=impl,
+                impl=impl_around,
             )
             one_token = state is not None and layout is None and heads[1] == 1
             attend = kda_recurrent if one_token else kda_chunk
@@ -135,10 +135,10 @@ class KimiK3DeltaAttention(KeepFloat32):
             )
             if cache is not None:
                 self._write(cache, windows, state)
-            output = self.o_norm(output, gate.view(heads), impl=impl)
+            output = self.o_norm(output, gate.view(heads), impl=impl_around)
 
         output = self.o_proj(output.flatten(2))
-        return output if layout is None else layout.scatter(output, batch_size)
+        return output if layout is None else layout.scatter(output)
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
         # Released files store A_log zero-padded to a fixed length.

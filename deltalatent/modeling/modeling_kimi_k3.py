@@ -20,7 +20,7 @@ from transformers import initialization as init
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
 from transformers.integrations.accelerate import force_accelerate_hooks
-from transformers.masking_utils import create_causal_mask, create_recurrent_attention_mask
+from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
@@ -334,7 +334,7 @@ class KimiK3TextModel(KimiK3PreTrainedModel):
             if routing is not None:
                 # Here, outside activation checkpointing, a token is counted once however often it is recomputed.
                 router = layer.mlp.gate
-                mask = None if layout is None else _real_tokens(layout, batch_size * length)
+                mask = None if layout is None else layout.real_tokens()
                 router.balance.add(
                     routing.scores, routing.cutoff, router.e_score_correction_bias, mask, routing.top_k_index
                 )
@@ -373,7 +373,7 @@ class KimiK3TextModel(KimiK3PreTrainedModel):
         else:
             self._check_mask(attention_mask, batch_size, length, cache)
             full_mask = None
-            padding = create_recurrent_attention_mask(self.config, inputs_embeds, attention_mask, cache=cache)
+            padding = _padding_of_new_tokens(attention_mask, length)
 
         layout = None
         if padding is not None or cu_seqlens is not None or (position_ids is not None and length > 1):
@@ -424,12 +424,18 @@ class KimiK3TextModel(KimiK3PreTrainedModel):
 _sequence_layout = torch.compiler.disable(sequence_layout)
 
 
-def _real_tokens(layout: SequenceLayout, total: int) -> Tensor | None:
-    """bool [B*T], True at tokens of some document, or `None` if all are."""
-    if layout.indices is not None:
-        real = torch.zeros(total, dtype=torch.bool, device=layout.indices.device)
-        return real.index_fill(0, layout.indices, True)
-    return torch.arange(total, device=layout.cu_seqlens.device) < layout.cu_seqlens[-1]
+def _padding_of_new_tokens(attention_mask: Tensor | None, length: int) -> Tensor | None:
+    """The mask of the last `length` tokens, or `None` if none of them is padding.
+
+    Transformers' `create_recurrent_attention_mask` takes it that a single token never is; when a padded prompt is fed
+    token by token, it may be.
+    """
+    if attention_mask is None:
+        return None
+    padding = attention_mask[:, -length:]
+    if not torch.compiler.is_compiling() and bool(padding.all()):
+        return None
+    return padding
 
 
 class KimiK3ForCausalLM(KimiK3PreTrainedModel, GenerationMixin):

@@ -12,6 +12,7 @@ Shapes: B rows of T tokens, N sequences, L = number of real tokens.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -29,11 +30,13 @@ class SequenceLayout:
         indices: int64 [L], positions of the real tokens in the flattened batch [B*T]; `None` if all are real.
         position_ids: int64 [B, T], positions that restart with every document (runs of padding count as documents of
             their own), or `None` if every row is one sequence. Only packed batches have them.
+        shape: (B, T).
     """
 
     cu_seqlens: Tensor
     indices: Tensor | None
     position_ids: Tensor | None
+    shape: tuple[int, int]
 
     @property
     def is_packed(self) -> bool:
@@ -45,14 +48,19 @@ class SequenceLayout:
         flat = x.flatten(0, 1)
         return (flat if self.indices is None else flat.index_select(0, self.indices))[None]
 
-    def scatter(self, x: Tensor, batch_size: int) -> Tensor:
+    def scatter(self, x: Tensor) -> Tensor:
         """[1, L, ...] -> [B, T, ...], zeros at padding; the inverse of `gather`."""
         flat = x[0]
         if self.indices is not None:
-            flat = x.new_zeros(self._total, *x.shape[2:]).index_copy(0, self.indices, flat)
-        return flat.view(batch_size, -1, *x.shape[2:])
+            flat = x.new_zeros(math.prod(self.shape), *x.shape[2:]).index_copy(0, self.indices, flat)
+        return flat.view(*self.shape, *x.shape[2:])
 
-    _total: int = 0
+    def real_tokens(self) -> Tensor:
+        """bool [B*T], True at tokens that belong to a sequence."""
+        token = torch.arange(math.prod(self.shape), device=self.cu_seqlens.device)
+        if self.indices is None:
+            return token < self.cu_seqlens[-1]
+        return torch.zeros_like(token, dtype=torch.bool).index_fill(0, self.indices, True)
 
 
 def sequence_layout(
@@ -85,6 +93,7 @@ def sequence_layout(
         ValueError: `cu_seqlens` does not describe a row of T tokens (see `kernels.packing.validate_cu_seqlens`), or
             comes with padding.
     """
+    shape = (batch_size, length)
     if cu_seqlens is not None:
         validate_cu_seqlens(cu_seqlens, length, batch_size=batch_size)
         if attention_mask is not None and not bool(attention_mask.all()):
@@ -93,7 +102,7 @@ def sequence_layout(
             )
         document = document_index(cu_seqlens, length)[None]  # [1, T]
         positions = _restarting_positions(_changes(document))
-        return SequenceLayout(cu_seqlens.to(torch.int32), None, positions, length)
+        return SequenceLayout(cu_seqlens.to(torch.int32), None, positions, shape)
 
     if attention_mask is None:
         if position_ids is None or length == 1:
@@ -101,7 +110,7 @@ def sequence_layout(
         starts = document_starts(position_ids.expand(batch_size, length))
         if int(starts.sum()) == batch_size:
             return None
-        return SequenceLayout(_offsets(starts.flatten()), None, _restarting_positions(starts), starts.numel())
+        return SequenceLayout(_offsets(starts.flatten()), None, _restarting_positions(starts), shape)
 
     real = attention_mask.bool()
     indices = real.flatten().nonzero().flatten()  # [L]
@@ -116,12 +125,12 @@ def sequence_layout(
             starts[1:] = restarts | ~same_row
             boundaries = _changes(real)
             boundaries.view(-1)[indices[starts]] = True
-            return SequenceLayout(_offsets(starts), indices, _restarting_positions(boundaries), real.numel())
+            return SequenceLayout(_offsets(starts), indices, _restarting_positions(boundaries), shape)
     if indices.numel() == real.numel():
         return None
     lengths = real.sum(1)
     cu_seqlens = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(torch.int32)
-    return SequenceLayout(cu_seqlens, indices, None, real.numel())
+    return SequenceLayout(cu_seqlens, indices, None, shape)
 
 
 def _offsets(starts: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ class KeepFloat32(nn.Module):
 
         def apply_but_keep(tensor: Tensor) -> Tensor:
             result = fn(tensor)
-            if id(tensor) not in kept or result.dtype == tensor.dtype or not result.is_floating_point():
+            if id(tensor) not in kept or result.dtype.itemsize >= torch.float32.itemsize:
                 return result
             return tensor.to(device=result.device)
 
