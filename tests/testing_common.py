@@ -1,0 +1,222 @@
+# Copyright 2026 The deltalatent authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What the model tests share: tiny configurations, models in which everything matters, golden numbers, comparisons."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from deltalatent import KimiK3ForCausalLM, KimiK3TextConfig, size_config
+
+GOLDEN = Path(__file__).parent / "data" / "golden"
+TEXT_FIXTURES = ("text_bf16layout", "text_leftpad", "text_long")
+
+
+def linear_attn_config(**fields: Any) -> dict[str, Any]:
+    """The KDA block of the `tiny` size (layers 1 to 3 of 5), with other fields."""
+    return {
+        "kda_layers": [1, 2, 3],
+        "full_attn_layers": [4, 5],
+        "num_heads": 2,
+        "head_dim": 16,
+        "short_conv_kernel_size": 4,
+        "gate_lower_bound": -5.0,
+        "use_full_rank_gate": True,
+    } | fields
+
+
+# Fields of the `tiny` size that differ; each variant switches one mechanism, the last is the predecessor architecture.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "softplus_gate": {"linear_attn_config": linear_attn_config(gate_lower_bound=None)},
+    "low_rank_gate": {"linear_attn_config": linear_attn_config(use_full_rank_gate=False)},
+    "uneven_heads": {"linear_attn_config": linear_attn_config(num_heads=3, head_dim=8), "v_head_dim": 12},
+    "ends_with_kda": {"linear_attn_config": linear_attn_config(kda_layers=[1, 2, 4, 5], full_attn_layers=[3])},
+    "plain_residuals": {"attn_res_block_size": None},
+    "no_latent_moe": {"routed_expert_hidden_size": None, "num_shared_experts": 0},
+    "no_latent_norm": {"latent_moe_use_norm": False, "moe_renormalize": False},
+    "silu": {"hidden_act": "silu"},
+    "grouped_router": {
+        "num_expert_group": 4,
+        "topk_group": 2,
+        "num_experts_per_token": 3,
+        "routed_scaling_factor": 2.5,
+    },
+    "all_experts": {"num_experts": 4, "num_experts_per_token": 4},
+    "dense": {"num_experts": None},
+    "tied_embeddings": {"tie_word_embeddings": True},
+    "full_rank_query": {"q_lora_rank": None, "mla_use_output_gate": False},
+    "predecessor": {
+        "linear_attn_config": linear_attn_config(gate_lower_bound=None, use_full_rank_gate=False),
+        "attn_res_block_size": None,
+        "routed_expert_hidden_size": None,
+        "latent_moe_use_norm": False,
+        "hidden_act": "silu",
+        "q_lora_rank": None,
+        "mla_use_output_gate": False,
+    },
+}
+SPARSE_VARIANTS = tuple(name for name in VARIANTS if name != "dense")
+
+
+def tiny_config(variant: str = "default", **overrides: Any) -> KimiK3TextConfig:
+    """A fresh configuration of toy size: `VARIANTS[variant]`, then `overrides`."""
+    return size_config("tiny", **(VARIANTS[variant] | overrides))
+
+
+@torch.no_grad()
+def randomize_(model: nn.Module, seed: int = 0) -> nn.Module:
+    """Give every parameter and buffer a value that matters, in place, and return the model.
+
+    Initial values hide faults: pseudo-queries and the selection bias are zero, norm weights are one, A is zero.
+    Matrices are normal with fan-in scaling, so that activations and logits are of order 1.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(tensor: Tensor) -> Tensor:
+        return torch.randn(tensor.shape, generator=generator, dtype=torch.float32).to(tensor.dtype)
+
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if name.endswith("e_score_correction_bias"):
+            tensor.copy_(0.1 * normal(tensor))
+        elif name.endswith("A_log"):
+            tensor.copy_(0.3 * normal(tensor))
+        elif name.endswith("dt_bias"):
+            tensor.copy_(normal(tensor) - 2)  # forgets slowly, with some fast channels
+        elif name.endswith("norm.weight"):
+            tensor.copy_(1 + 0.2 * normal(tensor))
+        elif name.endswith("res_proj.weight"):
+            tensor.copy_(0.3 * normal(tensor))
+        elif name.endswith("embed_tokens.weight"):
+            tensor.copy_(normal(tensor))
+        elif "conv1d" in name:
+            tensor.copy_(0.5 * normal(tensor))
+        else:
+            tensor.copy_(normal(tensor) / math.sqrt(tensor.shape[-1]))
+    return model
+
+
+def tiny_model(
+    variant: str = "default", *, model_class: type[nn.Module] = KimiK3ForCausalLM, seed: int = 0, **overrides: Any
+) -> Any:
+    """A float32 model of `tiny_config(variant, **overrides)` in eval mode, with `randomize_`d weights."""
+    return randomize_(model_class(tiny_config(variant, **overrides)), seed).eval()
+
+
+def random_ids(config: KimiK3TextConfig, batch_size: int = 2, length: int = 19, seed: int = 0) -> Tensor:
+    """int64 [batch_size, length], none of them a special token."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, config.vocab_size, (batch_size, length), generator=generator)
+
+
+def left_padded(rows: list[Tensor], pad_token_id: int = 0) -> tuple[Tensor, Tensor]:
+    """Rows of different length -> `input_ids` and `attention_mask`, int64 [B, longest]."""
+    length = max(len(row) for row in rows)
+    ids = torch.full((len(rows), length), pad_token_id)
+    mask = torch.zeros_like(ids)
+    for i, row in enumerate(rows):
+        ids[i, length - len(row) :] = row
+        mask[i, length - len(row) :] = 1
+    return ids, mask
+
+
+def max_error(actual: Tensor, expected: Tensor) -> float:
+    """Largest absolute difference, in float64."""
+    return (actual.detach().double() - expected.detach().double()).abs().max().item()
+
+
+def assert_close(actual: Tensor, expected: Tensor, rel: float = 1e-5, what: str = "tensor") -> None:
+    """Every element within `rel` of the largest element of `expected`; shapes equal, no NaN on either side.
+
+    Same arithmetic in another order differs by a few float32 roundings (6e-8 each) of the largest terms; the default
+    leaves room for about a hundred of them, one order of magnitude below anything that a wrong formula would give.
+    """
+    assert actual.shape == expected.shape, f"{what}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
+    if expected.numel() == 0:
+        return
+    scale = max(expected.detach().abs().max().item(), 1e-12)
+    error = max_error(actual, expected)
+    assert error <= rel * scale, f"{what}: error {error:.3e} > {rel:g} * {scale:.3e}"
+
+
+def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
+    """Gradient of `loss` for every parameter that has one, by name; the parameters' own `.grad` is left alone."""
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    grads = torch.autograd.grad(loss, [parameter for _, parameter in named], allow_unused=True)
+    return {name: grad for (name, _), grad in zip(named, grads, strict=True) if grad is not None}
+
+
+def assert_gradients_close(
+    actual: dict[str, Tensor], expected: dict[str, Tensor], rel: float = 1e-4, floor: float = 1e-6
+) -> None:
+    """The same parameters have gradients, each within `rel` of its own largest element.
+
+    No scale is taken smaller than `floor / rel` times the largest gradient of the model: where a gradient is almost
+    zero, it is the rounding of larger terms that cancel.
+    """
+    assert actual.keys() == expected.keys()
+    largest = max(grad.abs().max().item() for grad in expected.values())
+    for name, grad in expected.items():
+        scale = max(grad.abs().max().item(), floor * largest / rel)
+        error = max_error(actual[name], grad)
+        assert error <= rel * scale, f"gradient of {name}: error {error:.3e} > {rel:g} * {scale:.3e}"
+
+
+@dataclass(frozen=True)
+class Golden:
+    """One golden fixture: `config` and `meta` parsed, `expected` tensors by name (shared: do not write to them)."""
+
+    folder: Path
+    config: dict[str, Any]
+    meta: dict[str, Any]
+    expected: dict[str, Tensor]
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.expected[name]
+
+    @property
+    def inputs(self) -> dict[str, Tensor]:
+        """`input_ids` and `attention_mask`, int64 [B, T]."""
+        return {"input_ids": self["input_ids"], "attention_mask": self["attention_mask"]}
+
+    @property
+    def real(self) -> Tensor:
+        """bool [B, T], True at tokens that count; everything else in `expected` is zero or -1 there."""
+        return self["attention_mask"].bool()
+
+    def per_layer(self, kind: str, name: str) -> dict[int, Tensor]:
+        """Tensors `<kind>.<layer>.<name>` by 0-based layer."""
+        found = {}
+        for key, tensor in self.expected.items():
+            head, _, rest = key.partition(".")
+            layer, _, tail = rest.partition(".")
+            if head == kind and tail == name:
+                found[int(layer)] = tensor
+        return found
+
+
+@cache
+def golden(name: str) -> Golden:
+    """The fixture `tests/data/golden/<name>`."""
+    folder = GOLDEN / name
+    return Golden(
+        folder,
+        json.loads((folder / "config.json").read_text()),
+        json.loads((folder / "meta.json").read_text()),
+        load_file(folder / "expected.safetensors"),
+    )
+
+
+def load_golden_model(name: str, model_class: Callable[..., Any] = KimiK3ForCausalLM, **kwargs: Any) -> Any:
+    """The fixture's checkpoint through `from_pretrained`, float32 unless `dtype` says otherwise, in eval mode."""
+    return model_class.from_pretrained(GOLDEN / name, **({"dtype": torch.float32} | kwargs)).eval()
