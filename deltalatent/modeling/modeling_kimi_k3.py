@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.cache_utils import Cache, DynamicCache
+from transformers.configuration_utils import PreTrainedConfig
 from transformers.generation import GenerationMixin
 from transformers.integrations.accelerate import force_accelerate_hooks
-from transformers.masking_utils import create_causal_mask
+from transformers.masking_utils import create_causal_mask, create_masks_for_generate
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
@@ -284,8 +285,8 @@ class KimiK3TextModel(KimiK3PreTrainedModel):
         Args:
             input_ids: int64 [B, T].
             attention_mask: [B, tokens in the cache + T], 1 for real tokens and 0 for padding, anywhere in a row; or
-                the dictionary that `create_masks_for_generate` makes. Padding never influences real tokens; the hidden
-                states at padding are of no use.
+                the dictionary that `KimiK3ForCausalLM.create_masks_for_generate` makes. Padding never influences real
+                tokens; the hidden states at padding are of no use.
             position_ids: [B, T]. No position enters the model; positions that restart mark packed documents, which are
                 then computed as if each were alone.
             cache: Continued and extended. `None` starts one if `use_cache` and not training; packed documents have
@@ -369,7 +370,7 @@ class KimiK3TextModel(KimiK3PreTrainedModel):
         """The mask of the latent-attention layers, and where the sequences are for the KDA layers."""
         batch_size, length, _ = inputs_embeds.shape
         if isinstance(attention_mask, dict):
-            full_mask, padding = attention_mask["full_attention"], attention_mask["linear_attention"]
+            full_mask, padding = attention_mask.get("full_attention"), attention_mask["linear_attention"]
         else:
             self._check_mask(attention_mask, batch_size, length, cache)
             full_mask = None
@@ -391,7 +392,7 @@ class KimiK3TextModel(KimiK3PreTrainedModel):
         elif position_ids is not None:
             # Not packed: the mask functions must not look for documents.
             position_ids = None
-        if not isinstance(attention_mask, dict):
+        if not isinstance(attention_mask, dict) and "full_attention" in self.config.layer_types:
             full_mask = create_causal_mask(
                 config=self.config,
                 inputs_embeds=inputs_embeds,
@@ -412,7 +413,11 @@ class KimiK3TextModel(KimiK3PreTrainedModel):
             )
         if torch.compiler.is_compiling():
             return
-        expected = (batch_size, length + (int(cache.get_seq_length()) if cache is not None else 0))
+        if cache is not None and all(cache.is_linear):
+            length = max(length, attention_mask.shape[1])  # without an attention layer nobody counts tokens
+        elif cache is not None:
+            length += int(cache.get_seq_length())
+        expected = (batch_size, length)
         if tuple(attention_mask.shape) != expected:
             raise ValueError(
                 f"`attention_mask` must have shape {expected} (rows, tokens in the cache plus new tokens), got "
@@ -500,6 +505,26 @@ class KimiK3ForCausalLM(KimiK3PreTrainedModel, GenerationMixin):
             attentions=outputs.attentions,
             router_logits=outputs.router_logits,
         )
+
+    @staticmethod
+    def create_masks_for_generate(
+        config: PreTrainedConfig,
+        inputs_embeds: Tensor,
+        attention_mask: Tensor | None,
+        cache: Cache | None,
+        position_ids: Tensor | None = None,
+        is_first_iteration: bool = False,
+        **kwargs,
+    ) -> dict[str, Tensor | None]:
+        """Masks of both kinds of layers, made by `generate` before the forward of a static cache.
+
+        Transformers' function leaves padding out if the model has no KDA layer, or if a prompt comes token by token;
+        packing could then no longer be told from padding, or padding from tokens.
+        """
+        masks = create_masks_for_generate(config, inputs_embeds, attention_mask, cache, position_ids=position_ids)
+        if is_first_iteration:  # generated tokens are never padding
+            masks["linear_attention"] = _padding_of_new_tokens(attention_mask, inputs_embeds.shape[1])
+        return {"linear_attention": None} | masks
 
 
 __all__ = ["KimiK3ForCausalLM", "KimiK3PreTrainedModel", "KimiK3TextModel"]
