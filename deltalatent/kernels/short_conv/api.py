@@ -4,11 +4,18 @@
 
 import torch
 
-from deltalatent.kernels.dispatch import resolve_impl
+from deltalatent.kernels.dispatch import Obstacle, resolve_impl, triton_obstacle
+from deltalatent.kernels.short_conv.autograd import short_conv, short_conv_step, short_conv_step_
 from deltalatent.kernels.short_conv.reference import short_convolution_reference
 from deltalatent.kernels.short_conv.validation import as_streams, validate_short_convolution
 
 Streams = torch.Tensor | tuple[torch.Tensor, ...]
+
+TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+TRITON_TAPS = (2, 3, 4)
+TRITON_STREAMS = 3
+# Up to this many tokens per row, the state is updated in the launch that computes the output.
+STEP_TOKENS = 8
 
 
 def short_convolution(
@@ -38,7 +45,7 @@ def short_convolution(
         output_final_state: also return the last W-1 inputs of each document.
         inplace_state: write the final state into `initial_state` (decoding; no gradient) and return that tensor.
         activation: `"silu"` or `None`.
-        impl: `"auto"` or `"torch"`.
+        impl: `"auto"`, `"triton"` (up to three streams, 2 to 4 taps) or `"torch"`.
 
     Returns:
         `y` [B, T, D] in the dtype of `x`, and the final state [N, D, W-1] in the dtype of `x` (`None` unless
@@ -56,22 +63,60 @@ def short_convolution(
         initial_state = (initial_state,)
     states = as_streams(initial_state, "initial_state", len(xs))
     validate_short_convolution(xs, weights, states, cu_seqlens, activation, inplace_state)
-    resolve_impl("short_convolution", impl, device=xs[0].device, reasons={"torch": None})
+    reasons = {"triton": _triton_obstacle(xs, weights), "torch": None}
+    chosen = resolve_impl("short_convolution", impl, device=xs[0].device, reasons=reasons)
+    run = _run_triton if chosen == "triton" else _run_torch
+    ys, finals = run(xs, weights, states, cu_seqlens, output_final_state, inplace_state, activation)
+    if not several:
+        return ys[0], finals[0] if finals else None
+    return ys, finals or None
 
+
+def _triton_obstacle(xs: tuple[torch.Tensor, ...], weights: tuple[torch.Tensor, ...]) -> Obstacle | None:
+    if xs[0].dtype not in TRITON_DTYPES:
+        reason = f"the Triton kernels take float32, float16 or bfloat16, got {xs[0].dtype}: use 'torch'"
+        return Obstacle(reason, TypeError)
+    if weights[0].shape[2] not in TRITON_TAPS:
+        return Obstacle(f"the Triton kernels take 2 to 4 taps, got {weights[0].shape[2]}: use 'torch'")
+    if len(xs) > TRITON_STREAMS:
+        return Obstacle(f"the Triton kernels take up to {TRITON_STREAMS} streams, got {len(xs)}: split the call")
+    return triton_obstacle(xs[0].device)
+
+
+def _run_torch(xs, weights, states, cu_seqlens, output_final_state, inplace_state, activation):
     results = [
         short_convolution_reference(
-            stream,
-            stream_weight,
+            x,
+            weight,
             initial_state=state,
             cu_seqlens=cu_seqlens,
             output_final_state=output_final_state or inplace_state,
             activation=activation,
         )
-        for stream, stream_weight, state in zip(xs, weights, states, strict=True)
+        for x, weight, state in zip(xs, weights, states, strict=True)
     ]
     ys, finals = zip(*results, strict=True)
     if inplace_state:
         finals = tuple(state.copy_(final) for state, final in zip(states, finals, strict=True))
-    if not several:
-        return ys[0], finals[0]
-    return ys, None if finals[0] is None else finals
+    return ys, finals if finals[0] is not None else ()
+
+
+def _run_triton(xs, weights, states, cu_seqlens, output_final_state, inplace_state, activation):
+    count, silu = len(xs), activation == "silu"
+    given = [] if all(state is None for state in states) else list(states)
+    for index, state in enumerate(given):
+        if state is None:
+            documents = next(other.shape[0] for other in states if other is not None)
+            given[index] = xs[index].new_zeros(documents, xs[index].shape[2], weights[index].shape[2] - 1)
+    differentiable = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*xs, *weights, *given))
+    if given and cu_seqlens is None and xs[0].shape[1] <= STEP_TOKENS and not differentiable:
+        if inplace_state and all(state.is_contiguous() for state in given):
+            return tuple(short_conv_step_(list(xs), list(weights), given, silu)), states
+        if output_final_state and not inplace_state:
+            outputs = short_conv_step(list(xs), list(weights), given, silu)
+            return tuple(outputs[:count]), tuple(outputs[count:])
+    outputs = short_conv(list(xs), list(weights), given, cu_seqlens, silu, output_final_state or inplace_state)
+    ys, finals = tuple(outputs[:count]), tuple(outputs[count:])
+    if inplace_state:
+        finals = tuple(state.copy_(final) for state, final in zip(states, finals, strict=True))
+    return ys, finals

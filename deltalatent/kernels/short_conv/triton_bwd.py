@@ -1,0 +1,308 @@
+# Copyright 2026 The deltalatent authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Triton kernels of the short convolution, backward.
+
+A program walks forward in time over `chunk` tokens of one block of channels with the window of inputs and of output
+gradients in registers, so that every value is read once and every sigmoid is computed once. It recomputes the
+convolution instead of reading it. Weight gradients leave as one partial sum per program and are added up afterwards in
+a fixed order: no atomics, repeated runs are equal to the bit. Conventions as in `triton_fwd.py`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from deltalatent.kernels.short_conv.triton_fwd import (
+    TAPS,
+    StreamLayout,
+    load_tap,
+    locate_documents,
+    select_stream,
+)
+
+# Programs of two warps that fill the largest current chips about twice.
+FILLING_PROGRAMS = 8192
+
+
+@triton.jit
+def activation_gradient(pre, SILU: tl.constexpr):
+    """Derivative of the activation at `pre`."""
+    derivative = tl.full(pre.shape, 1.0, tl.float32)
+    if SILU:
+        sigmoid = tl.sigmoid(pre)
+        derivative = sigmoid * (1.0 + pre * (1.0 - sigmoid))
+    return derivative
+
+
+@triton.jit
+def load_row(pointer, t, stride_t, channel, in_stream, T):
+    """One token of a [T, D] tensor in float32; zero outside the row."""
+    present = in_stream & (t >= 0) & (t < T)
+    return tl.load(pointer + t.to(tl.int64) * stride_t + channel, mask=present, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def earlier_input(value, state, t, first, n, channel, in_stream, D, j: tl.constexpr, W: tl.constexpr, HAS_STATE: tl.constexpr):  # noqa: E501
+    """Input under tap j of token t: `value` if it belongs to the document, else the state, else zero."""
+    place = t - first + j
+    inside = place >= 3
+    result = tl.where(inside, value, 0.0)
+    if HAS_STATE:
+        # Slack has its start behind itself, so that its place is negative.
+        from_state = (place < 3) & (t >= first) & (j >= 4 - W)
+        pointer = state + (n * D + channel) * (W - 1) + (place - 4 + W)
+        result += tl.load(pointer, mask=in_stream & from_state, other=0.0).to(tl.float32)
+    return result
+
+
+@triton.jit
+def short_conv_backward_kernel(
+    x0, x1, x2,
+    weight0, weight1, weight2,
+    dy0, dy1, dy2,
+    dx0, dx1, dx2,
+    state0, state1, state2,
+    dweight, start, document,
+    D0, D1, D2,
+    first_of_1, first_of_2,
+    stride_b0, stride_b1, stride_b2,
+    stride_t0, stride_t1, stride_t2,
+    T,
+    chunk,
+    W: tl.constexpr,
+    SILU: tl.constexpr,
+    PACKED: tl.constexpr,
+    HAS_STATE: tl.constexpr,
+    BD: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0)
+    row = tl.program_id(2).to(tl.int64)
+    x = select_stream(block, first_of_1, first_of_2, x0, x1, x2)
+    weight = select_stream(block, first_of_1, first_of_2, weight0, weight1, weight2)
+    dy = select_stream(block, first_of_1, first_of_2, dy0, dy1, dy2)
+    dx = select_stream(block, first_of_1, first_of_2, dx0, dx1, dx2)
+    state = select_stream(block, first_of_1, first_of_2, state0, state1, state2)
+    D = select_stream(block, first_of_1, first_of_2, D0, D1, D2)
+    stride_b = select_stream(block, first_of_1, first_of_2, stride_b0, stride_b1, stride_b2)
+    stride_t = select_stream(block, first_of_1, first_of_2, stride_t0, stride_t1, stride_t2)
+    local_block = block - select_stream(block, first_of_1, first_of_2, 0, first_of_1, first_of_2)
+
+    channel = local_block * BD + tl.arange(0, BD)
+    in_stream = channel < D
+    k0 = load_tap(weight, channel, in_stream, 0, W)
+    k1 = load_tap(weight, channel, in_stream, 1, W)
+    k2 = load_tap(weight, channel, in_stream, 2, W)
+    k3 = load_tap(weight, channel, in_stream, 3, W)
+
+    begin = tl.program_id(1) * chunk
+    x += row * stride_b
+    dy += row * T * D
+    dx += row * T * D
+    # Inputs of the three tokens before, and gradients before the activation of the three tokens before with the first
+    # token of their documents: a later token of another document passes nothing back.
+    x_1 = load_row(x, begin - 1, stride_t, channel, in_stream, T)
+    x_2 = load_row(x, begin - 2, stride_t, channel, in_stream, T)
+    x_3 = load_row(x, begin - 3, stride_t, channel, in_stream, T)
+    g_1 = tl.zeros([BD], tl.float32)
+    g_2 = tl.zeros([BD], tl.float32)
+    g_3 = tl.zeros([BD], tl.float32)
+    first_1 = begin
+    first_2 = begin
+    dk0 = tl.zeros([BD], tl.float32)
+    dk1 = tl.zeros([BD], tl.float32)
+    dk2 = tl.zeros([BD], tl.float32)
+    dk3 = tl.zeros([BD], tl.float32)
+
+    # The last three steps only complete the gradients of the tokens before them.
+    for i in range(chunk + 3):
+        t = begin + i
+        x_0 = load_row(x, t, stride_t, channel, in_stream, T)
+        dy_0 = load_row(dy, t, D, channel, in_stream, T)
+        first = t * 0
+        n = row
+        if PACKED:
+            first = tl.load(start + t, mask=t < T, other=0)
+            if HAS_STATE:
+                n = tl.load(document + t, mask=t < T, other=0).to(tl.int64)
+        v_1 = earlier_input(x_1, state, t, first, n, channel, in_stream, D, 2, W, HAS_STATE)
+        v_2 = earlier_input(x_2, state, t, first, n, channel, in_stream, D, 1, W, HAS_STATE)
+        v_3 = earlier_input(x_3, state, t, first, n, channel, in_stream, D, 0, W, HAS_STATE)
+        pre = k0 * v_3 + k1 * v_2 + k2 * v_1 + k3 * x_0
+        g_0 = tl.where(t >= first, dy_0 * activation_gradient(pre, SILU), 0.0)
+        if i < chunk:
+            dk0 += g_0 * v_3
+            dk1 += g_0 * v_2
+            dk2 += g_0 * v_1
+            dk3 += g_0 * x_0
+        target = t - 3
+        result = k3 * g_3
+        result += tl.where(first_2 <= target, k2 * g_2, 0.0)
+        result += tl.where(first_1 <= target, k1 * g_1, 0.0)
+        result += tl.where(first <= target, k0 * g_0, 0.0)
+        mask = in_stream & (target >= begin) & (target < T)
+        tl.store(dx + target.to(tl.int64) * D + channel, result.to(dx.dtype.element_ty), mask=mask)
+        x_3 = x_2
+        x_2 = x_1
+        x_1 = x_0
+        g_3 = g_2
+        g_2 = g_1
+        g_1 = g_0
+        first_2 = first_1
+        first_1 = first
+
+    # Partial sums [program, tap, channel of all blocks].
+    part = row * tl.num_programs(1) + tl.program_id(1)
+    width = tl.num_programs(0) * BD
+    target_ = dweight + part * 4 * width + block * BD + tl.arange(0, BD)
+    tl.store(target_, dk0)
+    tl.store(target_ + width, dk1)
+    tl.store(target_ + 2 * width, dk2)
+    tl.store(target_ + 3 * width, dk3)
+
+
+@triton.jit
+def short_conv_backward_state_kernel(
+    x0, x1, x2,
+    weight0, weight1, weight2,
+    dy0, dy1, dy2,
+    dx0, dx1, dx2,
+    state0, state1, state2,
+    dstate0, dstate1, dstate2,
+    dfinal0, dfinal1, dfinal2,
+    cu_seqlens,
+    D0, D1, D2,
+    first_of_1, first_of_2,
+    stride_b0, stride_b1, stride_b2,
+    stride_t0, stride_t1, stride_t2,
+    T,
+    W: tl.constexpr,
+    SILU: tl.constexpr,
+    PACKED: tl.constexpr,
+    HAS_STATE: tl.constexpr,
+    HAS_DFINAL: tl.constexpr,
+    BD: tl.constexpr,
+):  # fmt: skip
+    """Gradient of the initial state, and what the final state passes back to the last tokens or the initial state."""
+    n = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    x = select_stream(block, first_of_1, first_of_2, x0, x1, x2)
+    weight = select_stream(block, first_of_1, first_of_2, weight0, weight1, weight2)
+    dy = select_stream(block, first_of_1, first_of_2, dy0, dy1, dy2)
+    dx = select_stream(block, first_of_1, first_of_2, dx0, dx1, dx2)
+    state = select_stream(block, first_of_1, first_of_2, state0, state1, state2)
+    dstate = select_stream(block, first_of_1, first_of_2, dstate0, dstate1, dstate2)
+    dfinal = select_stream(block, first_of_1, first_of_2, dfinal0, dfinal1, dfinal2)
+    D = select_stream(block, first_of_1, first_of_2, D0, D1, D2)
+    stride_b = select_stream(block, first_of_1, first_of_2, stride_b0, stride_b1, stride_b2)
+    stride_t = select_stream(block, first_of_1, first_of_2, stride_t0, stride_t1, stride_t2)
+    local_block = block - select_stream(block, first_of_1, first_of_2, 0, first_of_1, first_of_2)
+
+    channel = local_block * BD + tl.arange(0, BD)
+    in_stream = channel < D
+    if PACKED:
+        begin = tl.load(cu_seqlens + n).to(tl.int64)
+        length = tl.load(cu_seqlens + n + 1).to(tl.int64) - begin
+        x += begin * stride_t
+        dy += begin * D
+        dx += begin * D
+    else:
+        length = tl.zeros([], tl.int64) + T
+        x += n * stride_b
+        dy += n * T * D
+        dx += n * T * D
+    slot = (n * D + channel) * (W - 1) - (4 - W)
+
+    ds0 = tl.zeros([BD], tl.float32)
+    ds1 = tl.zeros([BD], tl.float32)
+    ds2 = tl.zeros([BD], tl.float32)
+    if HAS_STATE:
+        k0 = load_tap(weight, channel, in_stream, 0, W)
+        k1 = load_tap(weight, channel, in_stream, 1, W)
+        k2 = load_tap(weight, channel, in_stream, 2, W)
+        k3 = load_tap(weight, channel, in_stream, 3, W)
+        s0 = tl.load(state + slot, mask=in_stream & (W > 3), other=0.0).to(tl.float32)
+        s1 = tl.load(state + slot + 1, mask=in_stream & (W > 2), other=0.0).to(tl.float32)
+        s2 = tl.load(state + slot + 2, mask=in_stream, other=0.0).to(tl.float32)
+        zero = length * 0
+        x_0 = load_row(x, zero, stride_t, channel, in_stream, length)
+        x_1 = load_row(x, zero + 1, stride_t, channel, in_stream, length)
+        x_2 = load_row(x, zero + 2, stride_t, channel, in_stream, length)
+        g_0 = load_row(dy, zero, D, channel, in_stream, length)
+        g_1 = load_row(dy, zero + 1, D, channel, in_stream, length)
+        g_2 = load_row(dy, zero + 2, D, channel, in_stream, length)
+        g_0 *= activation_gradient(k0 * s0 + k1 * s1 + k2 * s2 + k3 * x_0, SILU)
+        g_1 *= activation_gradient(k0 * s1 + k1 * s2 + k2 * x_0 + k3 * x_1, SILU)
+        g_2 *= activation_gradient(k0 * s2 + k1 * x_0 + k2 * x_1 + k3 * x_2, SILU)
+        ds0 = k0 * g_0
+        ds1 = k1 * g_0 + k0 * g_1
+        ds2 = k2 * g_0 + k1 * g_1 + k0 * g_2
+    if HAS_DFINAL:
+        for p in tl.static_range(4 - W, 3):
+            value = tl.load(dfinal + slot + p, mask=in_stream, other=0.0).to(tl.float32)
+            # Place p of the final window is token length + p - 3, or place length + p of the initial window.
+            ds0 += tl.where(length + p == 0, value, 0.0)
+            ds1 += tl.where(length + p == 1, value, 0.0)
+            ds2 += tl.where(length + p == 2, value, 0.0)
+            target = dx + (length + p - 3) * D + channel
+            mask = in_stream & (length + p >= 3)
+            total = tl.load(target, mask=mask, other=0.0).to(tl.float32) + value
+            tl.store(target, total.to(dx.dtype.element_ty), mask=mask)
+    if HAS_STATE:
+        tl.store(dstate + slot, ds0.to(dstate.dtype.element_ty), mask=in_stream & (W > 3))
+        tl.store(dstate + slot + 1, ds1.to(dstate.dtype.element_ty), mask=in_stream & (W > 2))
+        tl.store(dstate + slot + 2, ds2.to(dstate.dtype.element_ty), mask=in_stream)
+
+
+def short_conv_backward(
+    xs: list[torch.Tensor],
+    weights: list[torch.Tensor],
+    states: list[torch.Tensor],
+    cu_seqlens: torch.Tensor | None,
+    dys: list[torch.Tensor],
+    dfinals: list[torch.Tensor],
+    silu: bool,
+) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+    """Gradients of inputs, weights and initial states; `states` and `dfinals` may be empty lists."""
+    batch_size, total, _ = xs[0].shape
+    width = weights[0].shape[2]
+    packed = cu_seqlens is not None
+    num_documents = cu_seqlens.numel() - 1 if packed else batch_size
+    dxs = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in xs]
+    dstates = [torch.empty_like(state) for state in states]
+
+    block_d = 256
+    layout = StreamLayout(xs, block_d)
+    if batch_size == 0 or total == 0:
+        dweights = [torch.zeros_like(weight) for weight in weights]
+    else:
+        # Long walks write fewer partial sums; short ones are for inputs that would leave the chip idle otherwise.
+        chunk = 64
+        while chunk < 256 and layout.num_blocks * batch_size * triton.cdiv(total, 2 * chunk) >= FILLING_PROGRAMS:
+            chunk *= 2
+        chunk = min(chunk, total)
+        start = document = xs[0]
+        if packed:
+            start, document = locate_documents(cu_seqlens, total)
+        parts = triton.cdiv(total, chunk)
+        partial = torch.empty(
+            batch_size * parts, TAPS, layout.num_blocks * block_d, dtype=torch.float32, device=xs[0].device
+        )
+        short_conv_backward_kernel[(layout.num_blocks, parts, batch_size)](
+            *layout.pad(xs), *layout.pad(weights), *layout.pad(dys), *layout.pad(dxs), *layout.pad(states or xs),
+            partial, start, document, *layout.sizes_and_strides(xs), total, chunk,
+            W=width, SILU=silu, PACKED=packed, HAS_STATE=bool(states), BD=block_d, num_warps=2,
+        )  # fmt: skip
+        summed = partial.sum(0)[TAPS - width :]  # [W, channels of all blocks]
+        dweights = []
+        for weight, columns in zip(weights, summed.split([n * block_d for n in layout.blocks], dim=1), strict=True):
+            dweights.append(columns[:, : weight.shape[0]].t()[:, None].to(weight.dtype).contiguous())
+
+    if num_documents > 0 and (states or dfinals):
+        short_conv_backward_state_kernel[(num_documents, layout.num_blocks)](
+            *layout.pad(xs), *layout.pad(weights), *layout.pad(dys), *layout.pad(dxs),
+            *layout.pad(states or xs), *layout.pad(dstates or xs), *layout.pad(dfinals or xs),
+            cu_seqlens if packed else xs[0], *layout.sizes_and_strides(xs), total,
+            W=width, SILU=silu, PACKED=packed, HAS_STATE=bool(states), HAS_DFINAL=bool(dfinals),
+            BD=block_d, num_warps=4,
+        )  # fmt: skip
+    return dxs, dweights, dstates
