@@ -10,10 +10,10 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConf
 from transformers.models.kimi_linear.configuration_kimi_linear import KimiLinearConfig
 
 from deltalatent.configuration.configuration_kimi_k3 import (
-    FIELDS_OF_THIS_ARCHITECTURE,
     KimiK3Config,
     KimiK3TextConfig,
     KimiK3VisionConfig,
+    has_fields_of_this_architecture,
 )
 
 
@@ -29,13 +29,13 @@ class KimiLinearFile:
     __module__ = KimiLinearConfig.__module__
     model_type = KimiLinearConfig.model_type
 
-    def __new__(cls, **kwargs) -> KimiLinearConfig:
+    def __new__(cls, **kwargs) -> KimiLinearConfig:  # type: ignore[misc]
         return KimiLinearConfig(**kwargs)
 
     @staticmethod
     def from_dict(config_dict: dict[str, Any], **kwargs):
         """Build the configuration that the parsed file means; arguments as in `PreTrainedConfig.from_dict`."""
-        is_ours = any(config_dict.get(field) is not None for field in FIELDS_OF_THIS_ARCHITECTURE)
+        is_ours = has_fields_of_this_architecture(config_dict)
         return (KimiK3TextConfig if is_ours else KimiLinearConfig).from_dict(config_dict, **kwargs)
 
 
@@ -43,4 +43,4 @@ def register() -> None:
     """Make `AutoConfig` know our types, ahead of any that Transformers may ship; calling it again changes nothing."""
     for config_class in (KimiK3Config, KimiK3TextConfig, KimiK3VisionConfig):
         AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
-    CONFIG_MAPPING.register(KimiLinearFile.model_type, KimiLinearFile, exist_ok=True)
+    CONFIG_MAPPING.register(KimiLinearFile.model_type, KimiLinearFile, exist_ok=True)  # type: ignore[arg-type]

@@ -7,12 +7,15 @@ and is written back in the same form. Names that Transformers uses elsewhere are
 properties (`layer_types`, `mlp_layer_types`, `linear_head_dim`, ...). Keys that no release knows survive a round trip.
 """
 
-from __future__ import annotations
+# No `from __future__ import annotations` here: `@strict` cannot check types that are strings, and says nothing.
 
+import copy
+import math
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
-from transformers.configuration_utils import PreTrainedConfig
+from huggingface_hub.errors import StrictDataclassClassValidationError
+from transformers.configuration_utils import PreTrainedConfig, SubConfigSpec
 
 MIN_GATE_LOWER_BOUND = -5.0
 """Lowest log decay per token of the bounded gate: sixteen such steps still fit the exponent range of bf16."""
@@ -31,13 +34,66 @@ PREDECESSOR_DEFAULTS: dict[str, Any] = {
     "mla_use_output_gate": False,
 }
 
+# Keys of `linear_attn_config` under the names that Transformers writes for the predecessor.
+PREDECESSOR_HEADS = {
+    "linear_num_heads": "num_heads",
+    "linear_head_dim": "head_dim",
+    "linear_conv_kernel_dim": "short_conv_kernel_size",
+}
+
 # Any of these in a `kimi_linear` file says that the file is not the predecessor's but this architecture's.
 FIELDS_OF_THIS_ARCHITECTURE = (
     "attn_res_block_size",
     "routed_expert_hidden_size",
+    "latent_moe_use_norm",
     "mla_use_output_gate",
     "activation_situ_beta",
+    "linear_attn_config.gate_lower_bound",
+    "linear_attn_config.use_full_rank_gate",
 )
+
+
+def has_fields_of_this_architecture(config_dict: dict[str, Any]) -> bool:
+    """Whether a parsed `config.json` sets a field that the predecessor does not have (null is "not set")."""
+    linear = config_dict.get("linear_attn_config") or {}
+    flat = config_dict | {f"linear_attn_config.{key}": value for key, value in linear.items()}
+    return any(flat.get(field) is not None for field in FIELDS_OF_THIS_ARCHITECTURE)
+
+
+def read_kimi_linear(config_dict: dict[str, Any]) -> dict[str, Any]:
+    """A parsed file of `model_type: kimi_linear` in the words of `KimiK3TextConfig`.
+
+    Such a file is either a released text model of this architecture, or the predecessor's: as released, or as
+    Transformers writes it, with the layers in `layer_types` and `mlp_layer_types` and the KDA heads in `linear_*`.
+    Mechanisms that the file does not name are off.
+
+    Raises:
+        ValueError: The file says of no layer whether it is a KDA layer.
+    """
+    config_dict = PREDECESSOR_DEFAULTS | config_dict
+    config_dict["model_type"] = KimiK3TextConfig.model_type
+    layers = config_dict.pop("layer_types", None)
+    heads = {key: config_dict.pop(name) for name, key in PREDECESSOR_HEADS.items() if name in config_dict}
+    if config_dict.get("linear_attn_config") is None:
+        if layers is None:
+            raise ValueError(
+                "a `kimi_linear` file must have `linear_attn_config` (or `layer_types`), got neither: add the layer "
+                "lists and the KDA heads of the model that the weights belong to."
+            )
+        config_dict["linear_attn_config"] = layer_lists(layers) | heads
+    mlp_layers = config_dict.get("mlp_layer_types")
+    if mlp_layers is not None and "first_k_dense_replace" not in config_dict:
+        config_dict["first_k_dense_replace"] = [*mlp_layers, "sparse"].index("sparse")
+    return config_dict
+
+
+def layer_lists(layer_types: list[str]) -> dict[str, list[int]]:
+    """`layer_types` as the two 1-based lists of `linear_attn_config`."""
+    numbered = list(enumerate(layer_types, start=1))
+    return {
+        "kda_layers": [i for i, kind in numbered if kind == "linear_attention"],
+        "full_attn_layers": [i for i, kind in numbered if kind == "full_attention"],
+    }
 
 
 def default_linear_attn_config(num_hidden_layers: int, num_heads: int = 96, head_dim: int = 128) -> dict[str, Any]:
@@ -89,11 +145,13 @@ class KimiK3TextConfig(PreTrainedConfig):
         moe_intermediate_size (`int`): Width of one expert.
         routed_expert_hidden_size (`int`, *optional*): Latent width in which the routed experts work, `None` for
             `hidden_size` (no latent projections).
-        latent_moe_use_norm (`bool`): RMSNorm between the experts' weighted sum and the projection back.
+        latent_moe_use_norm (`bool`): RMSNorm between the experts' weighted sum and the projection back; without effect
+            if there is no projection.
         moe_renormalize (`bool`): Divide the routing weights by their sum.
         moe_router_activation_func (`str`): `"sigmoid"`.
         routed_scaling_factor (`float`): Factor on the routing weights.
-        use_grouped_topk, num_expert_group, topk_group: Group-limited routing; one group is none.
+        use_grouped_topk (`bool`), num_expert_group, topk_group (`int`): Group-limited routing: only experts of the
+            best `topk_group` groups are eligible. One group is no limit.
         topk_method (`str`): `"noaux_tc"`, selection by score plus balancing bias.
         first_k_dense_replace, moe_layer_freq (`int`): Layer `i` (0-based) is sparse if `i >= first_k_dense_replace`
             and `i % moe_layer_freq == 0`.
@@ -107,13 +165,16 @@ class KimiK3TextConfig(PreTrainedConfig):
 
     Raises:
         StrictDataclassFieldValidationError: A value has the wrong type.
-        StrictDataclassClassValidationError: Values contradict each other; its cause names field, value and fix.
+        StrictDataclassClassValidationError: A value is out of range or contradicts another; its cause, a ValueError
+            or TypeError, names field, value and fix. Checked at construction, after `from_pretrained` and `from_dict`
+            have applied their overrides, and before saving.
     """
 
     model_type = "kimi_k3_text"
     base_config_key = "text_config"
     keys_to_ignore_at_inference = ("cache", "past_key_values")
     attribute_map = {  # noqa: RUF012 - read by the base class
+        "model_max_length": "max_position_embeddings",
         "num_local_experts": "num_experts",
         "n_routed_experts": "num_experts",
         "num_experts_per_tok": "num_experts_per_token",
@@ -185,34 +246,86 @@ class KimiK3TextConfig(PreTrainedConfig):
         # `kimi_linear` in released files; the class says what this is.
         kwargs.pop("model_type", None)
         # Derived here; written files of other tools may carry them.
-        layer_types = kwargs.pop("layer_types", None)
-        kwargs.pop("mlp_layer_types", None)
+        derived = {name: kwargs.pop(name, None) for name in ("layer_types", "mlp_layer_types", "qk_head_dim")}
         self._kda_implementation = kwargs.pop("kda_implementation", "auto")
 
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         if self.linear_attn_config is None:
             self.linear_attn_config = default_linear_attn_config(self.num_hidden_layers)
-            if layer_types is not None:
-                self.linear_attn_config |= {
-                    "kda_layers": [i + 1 for i, kind in enumerate(layer_types) if kind == "linear_attention"],
-                    "full_attn_layers": [i + 1 for i, kind in enumerate(layer_types) if kind == "full_attention"],
-                }
+            if derived["layer_types"] is not None:
+                self.linear_attn_config |= layer_lists(derived["layer_types"])
+        self.linear_attn_config = copy.deepcopy(self.linear_attn_config)
+        # The base class reads the derived properties, which rely on these.
+        for validator in (self.validate_sizes, self.validate_linear_attention):
+            try:
+                validator()
+            except (TypeError, ValueError) as error:
+                raise StrictDataclassClassValidationError(validator=validator.__name__, cause=error) from error
         super().__post_init__(**kwargs)
+
+        for name, given in derived.items():
+            if given is not None and given != getattr(self, name):
+                raise ValueError(
+                    f"`{name}` follows from other fields and must be {getattr(self, name)}, got {given}: leave it out "
+                    "and set `linear_attn_config` (token mixers), `first_k_dense_replace`, `moe_layer_freq` and "
+                    "`num_experts` (channel mixers), or `qk_nope_head_dim` and `qk_rope_head_dim`."
+                )
+
+    @classmethod
+    def get_config_dict(cls, pretrained_model_name_or_path, **kwargs) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The parsed `config.json` in the words of this class; arguments as in `PreTrainedConfig.get_config_dict`.
+
+        Of a composite file, the text part. A `kimi_linear` file is translated here, not only in `from_dict`, because
+        `from_pretrained` warns of any `model_type` but ours.
+
+        Raises:
+            OSError: There is no `config.json`.
+        """
+        config_dict, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
+        if not config_dict:
+            raise OSError(
+                f"`{pretrained_model_name_or_path}` must hold a config.json, found none: the folder is incomplete; "
+                "copy the file of the model that the weights belong to."
+            )
+        if isinstance(text_config := config_dict.get("text_config"), dict):
+            config_dict = text_config | {"model_type": cls.model_type}
+        elif config_dict.get("model_type") == "kimi_linear":
+            config_dict = read_kimi_linear(config_dict)
+        return config_dict, kwargs
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs):
-        """Build from a parsed `config.json`; a predecessor's file (`kimi_linear`) gets the predecessor's defaults."""
+        """Build from a parsed `config.json` and overrides; a `kimi_linear` file gets the predecessor's defaults.
+
+        Raises:
+            ValueError: The file gives two values under two names of one field.
+            StrictDataclassClassValidationError: The file, or the file with the overrides, is no valid configuration.
+        """
         if config_dict.get("model_type") == "kimi_linear":
-            config_dict = PREDECESSOR_DEFAULTS | config_dict
-        return super().from_dict(config_dict, **kwargs)
+            config_dict = read_kimi_linear(config_dict)
+        for alias, name in cls.attribute_map.items():
+            if alias in config_dict and name in config_dict and config_dict[alias] != config_dict[name]:
+                raise ValueError(
+                    f"`{alias}` is another name of `{name}`={config_dict[name]!r} and must be equal, got "
+                    f"{config_dict[alias]!r}: keep one of the two."
+                )
+        result = super().from_dict(config_dict, **kwargs)
+        config = result[0] if isinstance(result, tuple) else result
+        config.validate()  # overrides were assigned one by one
+        return result
 
     # ---- names that Transformers' caches, masks and parallel plans look for; derived, never saved -------------------
 
     @property
+    def _kda(self) -> dict[str, Any]:
+        assert self.linear_attn_config is not None  # filled in by `__post_init__`
+        return self.linear_attn_config
+
+    @property
     def layer_types(self) -> list[str]:
         """`"linear_attention"` (KDA) or `"full_attention"` (MLA) per 0-based layer."""
-        full = set(self.linear_attn_config["full_attn_layers"])
+        full = set(self._kda["full_attn_layers"])
         return ["full_attention" if i + 1 in full else "linear_attention" for i in range(self.num_hidden_layers)]
 
     @property
@@ -226,29 +339,34 @@ class KimiK3TextConfig(PreTrainedConfig):
         ]
 
     @property
+    def qk_head_dim(self) -> int:
+        """Width of an MLA key; tells `generate` that head sizes do not give the shape of a static cache."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
     def linear_num_heads(self) -> int:
         """Heads of a KDA layer."""
-        return self.linear_attn_config["num_heads"]
+        return self._kda["num_heads"]
 
     @property
     def linear_head_dim(self) -> int:
         """Width of a KDA head, keys and values alike."""
-        return self.linear_attn_config["head_dim"]
+        return self._kda["head_dim"]
 
     @property
     def linear_conv_kernel_dim(self) -> int:
         """Taps of the short convolutions of a KDA layer."""
-        return self.linear_attn_config["short_conv_kernel_size"]
+        return self._kda["short_conv_kernel_size"]
 
     @property
     def gate_lower_bound(self) -> float | None:
         """Log decay per token at which the gate of KDA saturates, `None` for the unbounded softplus gate."""
-        return self.linear_attn_config.get("gate_lower_bound")
+        return self._kda.get("gate_lower_bound")
 
     @property
     def use_full_rank_gate(self) -> bool:
         """Whether the output gate of KDA is one projection (`g_proj`) or two (`g_a_proj`, `g_b_proj`)."""
-        return self.linear_attn_config.get("use_full_rank_gate", False)
+        return bool(self._kda.get("use_full_rank_gate"))
 
     @property
     def kda_implementation(self) -> str:
@@ -270,12 +388,25 @@ class KimiK3TextConfig(PreTrainedConfig):
         """Widths, ranks and counts are positive."""
         for name in (
             "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads kv_lora_rank "
-            "qk_nope_head_dim qk_rope_head_dim v_head_dim moe_layer_freq"
+            "qk_nope_head_dim qk_rope_head_dim v_head_dim moe_layer_freq max_position_embeddings"
         ).split():
             _require_positive(name, getattr(self, name))
+        if self.first_k_dense_replace < 0:
+            raise ValueError(
+                f"`first_k_dense_replace` must be 0 or more, got {self.first_k_dense_replace}: 0 makes no layer dense."
+            )
         for name in ("q_lora_rank", "routed_expert_hidden_size", "attn_res_block_size"):
             if (value := getattr(self, name)) is not None:
                 _require_positive(name, value, "a positive integer or null (null switches the mechanism off)")
+
+    def validate_numbers(self):
+        """Epsilon, scale and probability are in range."""
+        _require_positive("rms_norm_eps", self.rms_norm_eps, "a positive number", "the release uses 1e-5")
+        _require_positive("initializer_range", self.initializer_range, "a positive number", "the release uses 0.02")
+        if not 0 <= self.attention_dropout < 1:
+            raise ValueError(
+                f"`attention_dropout` must be in [0, 1), got {self.attention_dropout}: use 0 for no dropout."
+            )
 
     def validate_latent_attention(self):
         """The latent-attention layers are of the kind that is implemented."""
@@ -292,16 +423,25 @@ class KimiK3TextConfig(PreTrainedConfig):
 
     def validate_linear_attention(self):
         """The KDA block of the file is complete, and its layer lists name every layer exactly once."""
-        linear = self.linear_attn_config
+        linear = self._kda
         required = ("kda_layers", "full_attn_layers", "num_heads", "head_dim", "short_conv_kernel_size")
         if missing := [key for key in required if key not in linear]:
             raise ValueError(
                 f"`linear_attn_config` must have the keys {list(required)}, got none for {missing}: add them."
             )
         for key in ("num_heads", "head_dim", "short_conv_kernel_size"):
+            _require_type(f"linear_attn_config.{key}", linear[key], int, "an integer")
             _require_positive(f"linear_attn_config.{key}", linear[key])
+        for key in ("kda_layers", "full_attn_layers"):
+            _require_type(f"linear_attn_config.{key}", linear[key], (list, tuple), "a list of layer numbers")
+            for number in linear[key]:
+                _require_type(f"linear_attn_config.{key}", number, int, "a list of integers")
+        if linear.get("gate_lower_bound") is not None:
+            _require_type("linear_attn_config.gate_lower_bound", linear["gate_lower_bound"], (int, float), "a number")
+        if linear.get("use_full_rank_gate") is not None:
+            _require_type("linear_attn_config.use_full_rank_gate", linear["use_full_rank_gate"], bool, "true or false")
 
-        kda, full = linear["kda_layers"], linear["full_attn_layers"]
+        kda, full = list(linear["kda_layers"]), list(linear["full_attn_layers"])
         if twice := sorted({i for i in kda + full if (kda + full).count(i) > 1}):
             raise ValueError(
                 f"`linear_attn_config.kda_layers` and `full_attn_layers` must name each layer once, got {twice} more "
@@ -339,8 +479,8 @@ class KimiK3TextConfig(PreTrainedConfig):
                 f"`hidden_act` must be one of {list(HIDDEN_ACTS)}, got {self.hidden_act!r}: choose one of these."
             )
         if self.hidden_act == "situ":
-            _require_positive("activation_situ_beta", self.activation_situ_beta, "a positive soft cap")
-            _require_positive("activation_situ_linear_beta", self.activation_situ_linear_beta, "a positive soft cap")
+            for name in ("activation_situ_beta", "activation_situ_linear_beta"):
+                _require_positive(name, getattr(self, name), "a positive soft cap", "the release uses 4 and 25")
 
     def validate_experts(self):
         """The router can choose as many experts as it is asked to."""
@@ -349,6 +489,9 @@ class KimiK3TextConfig(PreTrainedConfig):
         _require_positive("num_experts", self.num_experts, "a positive integer, or null for a dense model")
         _require_positive("num_experts_per_token", self.num_experts_per_token)
         _require_positive("moe_intermediate_size", self.moe_intermediate_size)
+        _require_positive(
+            "routed_scaling_factor", self.routed_scaling_factor, "a positive number", "use 1.0 for no scaling"
+        )
         if self.num_shared_experts < 0:
             raise ValueError(f"`num_shared_experts` must be 0 or more, got {self.num_shared_experts}: use 0 for none.")
         if self.moe_router_activation_func not in ROUTER_ACTIVATIONS:
@@ -374,6 +517,11 @@ class KimiK3TextConfig(PreTrainedConfig):
         if not 1 <= kept <= groups:
             raise ValueError(
                 f"`topk_group` must be in [1, `num_expert_group`={groups}], got {kept}: choose one in range."
+            )
+        if groups > 1 and not self.use_grouped_topk:
+            raise ValueError(
+                f"`use_grouped_topk` must be true with `num_expert_group`={groups}, got false: set `num_expert_group` "
+                "to 1 for routing without groups."
             )
         size = self.num_experts // groups
         if groups > 1 and size < 2:
@@ -459,8 +607,10 @@ class KimiK3Config(PreTrainedConfig):
     """
 
     model_type = "kimi_k3"
-    sub_configs_defaults = {"text_config": KimiK3TextConfig}  # noqa: RUF012 - read by the base class
-    sub_configs = {"text_config": KimiK3TextConfig, "vision_config": KimiK3VisionConfig}  # noqa: RUF012
+    sub_configs_defaults = {  # noqa: RUF012 - read by the base class
+        "text_config": SubConfigSpec(KimiK3TextConfig),
+        "vision_config": SubConfigSpec(KimiK3VisionConfig, optional=True),
+    }
     keys_to_ignore_at_inference = ("cache", "past_key_values")
 
     text_config: dict[str, Any] | PreTrainedConfig | None = None
@@ -472,10 +622,15 @@ class KimiK3Config(PreTrainedConfig):
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
 
-    def __post_init__(self, **kwargs):
-        if isinstance(self.vision_config, dict):
-            self.vision_config = KimiK3VisionConfig(**self.vision_config)
-        super().__post_init__(**kwargs)
+    def validate_parts(self):
+        """The parts are of our kinds."""
+        for name, expected in (("text_config", KimiK3TextConfig), ("vision_config", KimiK3VisionConfig)):
+            part = getattr(self, name)
+            if not isinstance(part, expected) and not (part is None and name == "vision_config"):
+                raise TypeError(
+                    f"`{name}` must be a {expected.__name__} or a dictionary of its fields, got a "
+                    f"{type(part).__name__}: pass one of these."
+                )
 
     def to_dict(self) -> dict[str, Any]:
         """As the release writes it: readers of that layout know the nested text model as `kimi_linear`."""
@@ -484,9 +639,17 @@ class KimiK3Config(PreTrainedConfig):
         return output
 
 
-def _require_positive(name: str, value: int | float, what: str = "a positive integer") -> None:
-    if value is None or value <= 0:
-        raise ValueError(f"`{name}` must be {what}, got {value}: set it to 1 or more.")
+def _require_positive(
+    name: str, value: int | float, what: str = "a positive integer", fix: str = "set it to 1 or more"
+) -> None:
+    if not 0 < value < math.inf:  # False for NaN too
+        raise ValueError(f"`{name}` must be {what}, got {value}: {fix}.")
+
+
+def _require_type(name: str, value: Any, expected: type | tuple[type, ...], what: str) -> None:
+    """As `@strict` does for fields: a bool is no integer."""
+    if not isinstance(value, expected) or (isinstance(value, bool) and expected is not bool):
+        raise TypeError(f"`{name}` must be {what}, got {value!r}: correct the file or argument.")
 
 
 __all__ = ["KimiK3Config", "KimiK3TextConfig", "KimiK3VisionConfig"]

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ready-made sizes, and how many parameters a configuration has.
 
-`python -m deltalatent.configuration.sizes` prints the table.
+`python -m deltalatent sizes` prints the table.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def count_parameters(config: KimiK3TextConfig) -> ParameterCount:
             fixed += dense
         else:
             fixed += around_experts
-            experts_total += config.num_experts * expert
+            experts_total += (config.num_experts or 0) * expert
             experts_active += config.num_experts_per_token * expert
     return ParameterCount(total=fixed + experts_total, active=fixed + experts_active)
 
@@ -169,12 +169,15 @@ def _readable(count: int) -> str:
     return str(count)
 
 
-def main() -> None:
-    """Print the table of ready-made sizes."""
+def sizes_table() -> str:
+    """The ready-made sizes, one line each, with their exact numbers of parameters."""
+    lines = [f"{'size':<8} {'layers':>6} {'width':>6} {'experts':>9} {'parameters':>17} {'active per token':>17}"]
     for name in SIZES:
         config = size_config(name)
-        print(f"{name:>8}: {config.num_hidden_layers} layers, width {config.hidden_size}, {count_parameters(config)}")
-
-
-if __name__ == "__main__":
-    main()
+        count = count_parameters(config)
+        experts = f"{config.num_experts_per_token} of {config.num_experts}"
+        lines.append(
+            f"{name:<8} {config.num_hidden_layers:>6} {config.hidden_size:>6} {experts:>9} "
+            f"{count.total:>17,} {count.active:>17,}"
+        )
+    return "\n".join(lines)
