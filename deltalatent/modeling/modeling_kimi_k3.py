@@ -48,6 +48,9 @@ from deltalatent.modeling.released_layout import accept_released_layout
 INITIAL_DECAY_RANGE = (1e-3, 1e-1)
 """Initial decay per token and channel, log-uniform (Mamba-2, arXiv 2405.21060; Gated DeltaNet, arXiv 2412.06464)."""
 
+GROUPED_MM_MULTIPLE = 8
+"""Grouped matrix products want rows of a multiple of 16 bytes: 8 half-precision values."""
+
 
 class KimiK3DecoderLayer(GradientCheckpointingLayer):
     """Token mixer (KDA or latent attention), then channel mixer (dense or mixture of experts).
@@ -177,6 +180,21 @@ class KimiK3PreTrainedModel(PreTrainedModel):
     def _can_set_experts_implementation(cls) -> bool:
         # The base class searches the source of this file for the experts class, which is in latent_moe.py.
         return True
+
+    def _grouped_mm_can_dispatch(self) -> bool:
+        """Whether `experts_implementation="grouped_mm"` can run; where it cannot, the default becomes `"eager"`."""
+        config = self.config.get_text_config()
+        widths = {
+            "moe_intermediate_size": config.moe_intermediate_size,
+            "routed_expert_hidden_size": config.routed_expert_hidden_size or config.hidden_size,
+        }
+        if config.num_experts and any(width % GROUPED_MM_MULTIPLE for width in widths.values()):
+            shown = ", ".join(f"{name}={width}" for name, width in widths.items())
+            raise ValueError(
+                f'`experts_implementation="grouped_mm"` needs expert widths that are multiples of '
+                f'{GROUPED_MM_MULTIPLE}, got {shown}: use `experts_implementation="eager"` or `"batched_mm"`.'
+            )
+        return super()._grouped_mm_can_dispatch()
 
     @classmethod
     def from_pretrained(
