@@ -335,7 +335,7 @@ class KimiK3TextModel(KimiK3PreTrainedModel):
         if use_cache and cache is None and not is_packed and not is_training_step:
             cache = DynamicCache(config=self.config)  # empty, so the masks made above hold for it too
 
-        hidden_states = inputs_embeds
+        hidden_states = inputs_embeds if layout is None else layout.blank_padding(inputs_embeds)
         closed_blocks: tuple[Tensor, ...] = ()
         for layer in self.layers:
             output, routing = layer(

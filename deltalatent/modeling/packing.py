@@ -55,6 +55,10 @@ class SequenceLayout:
             flat = x.new_zeros(math.prod(self.shape), *x.shape[2:]).index_copy(0, self.indices, flat)
         return flat.view(*self.shape, *x.shape[2:])
 
+    def blank_padding(self, x: Tensor) -> Tensor:
+        """[B, T, D] with zeros at padding: a mask gives it weight 0, but garbage that is not finite survives that."""
+        return x.masked_fill(~self.real_tokens().view(*self.shape, 1), 0)
+
     def real_tokens(self) -> Tensor:
         """bool [B*T], True at tokens that belong to a sequence."""
         token = torch.arange(math.prod(self.shape), device=self.cu_seqlens.device)
