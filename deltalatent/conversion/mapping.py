@@ -8,6 +8,9 @@ engine applies the reverse when it saves, so every class writes the released nam
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -18,17 +21,17 @@ from transformers.core_model_loading import (
     MergeModulelist,
     WeightConverter,
     WeightRenaming,
-    WeightTransform,
 )
 
 from deltalatent.configuration.configuration_kimi_k3 import KimiK3TextConfig
+from deltalatent.modeling.checkpoint_errors import shortened
 from deltalatent.modeling.released_layout import MOE_NAME, RELEASED_MOE_NAME
 
 
 class NarrowDecay(ConversionOps):
     """`A_log` as stored (any length from the number of heads up, the rest is padding) -> one entry per head."""
 
-    @torch.no_grad
+    @torch.no_grad()
     def convert(self, input_dict, source_patterns, target_patterns, config=None, full_layer_name=None, **kwargs):
         """Raises ValueError if the stored tensor is shorter than the number of heads."""
         stored = _only_tensor(input_dict)
@@ -48,7 +51,7 @@ class NarrowDecay(ConversionOps):
 class PadDecay(ConversionOps):
     """One entry per head -> zero-padded to `kda_a_log_length`, if the config says so."""
 
-    @torch.no_grad
+    @torch.no_grad()
     def convert(self, input_dict, source_patterns, target_patterns, config=None, **kwargs):
         decay = _only_tensor(input_dict)
         length = config.get_text_config().kda_a_log_length or decay.numel()
@@ -59,21 +62,75 @@ class PadDecay(ConversionOps):
         return NarrowDecay()
 
 
+class ExpertsConverter(WeightConverter):
+    """Fuses the experts of a layer, after checking that the checkpoint holds each of them, and in one shape.
+
+    The engine only stacks what it finds in the order of the numbers: without the check a file that lacks expert 3 and
+    has one too many at the end would load, with experts in the wrong places.
+    """
+
+    __slots__ = ("sources",)
+
+    KEY = re.compile(r"(.*\.experts\.)(\d+)(\..*)")
+
+    def __init__(self, source_patterns, target_patterns, operations, **kwargs) -> None:
+        super().__init__(source_patterns, target_patterns, operations, **kwargs)
+        self.sources: dict[str, list[str]] = defaultdict(list)
+
+    def add_tensor(self, target_key, source_key, source_pattern, future) -> None:
+        super().add_tensor(target_key, source_key, source_pattern, future)
+        self.sources[source_pattern].append(source_key)
+
+    def convert(self, layer_name, model=None, config=None, hf_quantizer=None, loading_info=None):
+        """Raises ValueError if an expert is missing, supernumerary, or shaped unlike the others; it is named."""
+        if loading_info is not None:  # loading; the reverse converts one fused parameter
+            self._check_names(config.get_text_config().num_experts)
+        return super().convert(layer_name, model, config, hf_quantizer, loading_info)
+
+    def materialize_tensors(self) -> dict[str, list[Tensor]]:
+        collected = super().materialize_tensors()
+        for pattern, tensors in collected.items():
+            names = self.sources[pattern]
+            if len(tensors) != len(names):
+                continue  # this rank holds some of the experts
+            for name, tensor in zip(names, tensors, strict=True):
+                if tensor.shape != tensors[0].shape:
+                    raise ValueError(
+                        f"`{name}` must have the shape of `{names[0]}`, {tuple(tensors[0].shape)}, got "
+                        f"{tuple(tensor.shape)}: the checkpoint is damaged or mixes files of two models."
+                    )
+        return collected
+
+    def _check_names(self, num_experts: int) -> None:
+        present = [self.KEY.fullmatch(name) for names in self.sources.values() for name in names]
+        prefix = next(match[1] for match in present if match)
+        # w1 and w3 belong together: of a pattern without any tensor, the ending follows from the pattern itself.
+        endings = {pattern: pattern.rpartition("*")[2].replace("\\", "") for pattern in self.source_patterns}
+        expected = {f"{prefix}{i}{ending}" for i in range(num_experts) for ending in endings.values()}
+        found = {match[0] for match in present if match}
+        for what, names in (("lacks", expected - found), ("has also", found - expected)):
+            if names:
+                raise ValueError(
+                    f"the checkpoint must hold the experts 0 to {num_experts - 1} (`num_experts`={num_experts}) of "
+                    f"each layer, but it {what} {shortened(names)}: the file is damaged or belongs to another config."
+                )
+
+
 def _only_tensor(input_dict: dict[str, Tensor | list[Tensor]]) -> Tensor:
     (value,) = input_dict.values()
     return value[0] if isinstance(value, list) else value
 
 
-def released_to_ours() -> list[WeightTransform]:
+def released_to_ours() -> list[WeightConverter | WeightRenaming]:
     """A fresh list of transforms (the engine keeps state in them)."""
     return [
         WeightRenaming(source_patterns=rf"\.{RELEASED_MOE_NAME}\.", target_patterns=rf"\.{MOE_NAME}\."),
-        WeightConverter(
+        ExpertsConverter(
             source_patterns=[r"\.experts.*.w1.weight", r"\.experts.*.w3.weight"],
             target_patterns=r"\.experts.gate_up_proj",
             operations=[MergeModulelist(dim=0), Concatenate(dim=1)],
         ),
-        WeightConverter(
+        ExpertsConverter(
             source_patterns=r"\.experts.*.w2.weight",
             target_patterns=r"\.experts.down_proj",
             operations=[MergeModulelist(dim=0)],

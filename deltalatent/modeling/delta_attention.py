@@ -141,9 +141,9 @@ class KimiK3DeltaAttention(KeepFloat32):
         return output if layout is None else layout.scatter(output)
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
-        # Released files store A_log zero-padded to a fixed length.
+        # Released files store A_log zero-padded to a fixed length, the predecessor's as [1, 1, heads, 1].
         key = prefix + "A_log"
-        if key in state_dict and state_dict[key].numel() > self.num_heads:
+        if key in state_dict and state_dict[key].numel() >= self.num_heads:
             state_dict[key] = state_dict[key].flatten()[: self.num_heads]
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 

@@ -12,9 +12,11 @@ Shapes: B rows, T tokens, D width of the residual stream.
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.cache_utils import Cache, DynamicCache
@@ -32,6 +34,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from deltalatent.configuration.configuration_kimi_k3 import KimiK3TextConfig
 from deltalatent.kernels.attn_res import attention_residual_mix
+from deltalatent.modeling.checkpoint_errors import check_conversion, shortened, unreadable_files
 from deltalatent.modeling.delta_attention import KimiK3DeltaAttention, KimiK3ShortConvolution
 from deltalatent.modeling.latent_attention import KimiK3LatentAttention
 from deltalatent.modeling.latent_moe import (
@@ -202,33 +205,56 @@ class KimiK3PreTrainedModel(PreTrainedModel):
         pretrained_model_name_or_path,
         *model_args,
         allow_missing_keys: bool = False,
+        allow_unexpected_keys: bool = False,
         output_loading_info: bool = False,
         **kwargs,
     ):
-        """As in Transformers, except that a checkpoint must hold every tensor of the model.
+        """As in Transformers, except that a checkpoint must hold every tensor of the model and no other.
+
+        A config that switches a mechanism off (plain residuals, full-rank queries, fewer layers) fits the remaining
+        tensors of the checkpoint; so a tensor without a place is as suspicious as a place without a tensor.
 
         Args:
             pretrained_model_name_or_path: Folder or Hub repository.
-            allow_missing_keys: Initialise tensors that the checkpoint lacks instead of raising, for example a new
-                head.
+            allow_missing_keys: Initialise tensors that the checkpoint lacks instead of raising, e.g. a new head.
+            allow_unexpected_keys: Ignore tensors that the model has no place for instead of raising.
             output_loading_info: Also return the dictionary of missing, unexpected and mismatched keys.
             **kwargs: Anything that `PreTrainedModel.from_pretrained` accepts, and fields of the config
                 (`kda_implementation="torch"`).
 
         Raises:
-            ValueError: Tensors are missing; they are named.
+            ValueError: Tensors are missing, have no place or another shape, or a file is cut short; they are named.
         """
-        model, info = super().from_pretrained(
-            pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
-        )
-        if (missing := sorted(info["missing_keys"])) and not allow_missing_keys:
-            shown = ", ".join(missing[:8]) + (f", ... ({len(missing)} in all)" if len(missing) > 8 else "")
+        try:
+            loaded: Any = super().from_pretrained(
+                pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
+            )
+        except SafetensorError as error:
+            files = unreadable_files(Path(pretrained_model_name_or_path, kwargs.get("subfolder", "")))
+            raise ValueError(
+                f"the files of the checkpoint {pretrained_model_name_or_path} must be whole, got {files or error}: "
+                "copy or download them again (`force_download=True`)."
+            ) from error
+        model, info = loaded
+        advice = "the file is truncated or belongs to another config"
+        if (missing := info["missing_keys"]) and not allow_missing_keys:
             raise ValueError(
                 f"the checkpoint {pretrained_model_name_or_path} must hold every tensor of {cls.__name__}, got none "
-                f"for {shown}: the file is truncated or belongs to another config; pass `allow_missing_keys=True` to "
-                "initialise them at random."
+                f"for {shortened(missing)}: {advice}; pass `allow_missing_keys=True` to initialise them at random."
+            )
+        if (unexpected := info["unexpected_keys"]) and not allow_unexpected_keys:
+            raise ValueError(
+                f"the checkpoint {pretrained_model_name_or_path} must hold nothing but tensors of {cls.__name__}, got "
+                f"{shortened(unexpected)}: {advice}; pass `allow_unexpected_keys=True` to ignore them."
             )
         return (model, info) if output_loading_info else model
+
+    @staticmethod
+    def _finalize_model_loading(model, load_config, loading_info):
+        check_conversion(
+            loading_info, str(load_config.pretrained_model_name_or_path), load_config.ignore_mismatched_sizes
+        )
+        return PreTrainedModel._finalize_model_loading(model, load_config, loading_info)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -271,6 +297,8 @@ class KimiK3PreTrainedModel(PreTrainedModel):
 
 class KimiK3TextModel(KimiK3PreTrainedModel):
     """Embedding, decoder layers, final depth mixing and norm: token ids to hidden states."""
+
+    _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]  # noqa: RUF012 - checkpoints of `KimiK3ForCausalLM` load here too
 
     def __init__(self, config: KimiK3TextConfig) -> None:
         super().__init__(config)

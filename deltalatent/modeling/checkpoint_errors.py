@@ -1,0 +1,59 @@
+# Copyright 2026 The deltalatent authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What is wrong with a checkpoint, in an exception that names the tensor or the file.
+
+Transformers logs a table of what it could not load and then raises "see the table", or does not raise at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+
+def shortened(names: Iterable[str], limit: int = 8) -> str:
+    """`a, b, c, ... (12 in all)`, in natural order."""
+    ordered = sorted(names, key=lambda name: [part.zfill(8) for part in name.split(".")])
+    return ", ".join(ordered[:limit]) + (f", ... ({len(ordered)} in all)" if len(ordered) > limit else "")
+
+
+def check_conversion(loading_info: Any, checkpoint: str, ignore_mismatched_sizes: bool) -> None:
+    """Raise if a tensor of the checkpoint could not be turned into a parameter.
+
+    Args:
+        loading_info: `LoadStateDictInfo` of Transformers.
+        checkpoint: Where the tensors came from.
+        ignore_mismatched_sizes: Accept tensors of another shape, whose parameters stay as initialised.
+
+    Raises:
+        ValueError: A conversion failed, or a shape does not fit; the tensors are named.
+    """
+    if loading_info.conversion_errors:
+        name, text = next(iter(loading_info.conversion_errors.items()))
+        # The text is a traceback, the exception's message, and a line about the operation.
+        reason = text.strip().splitlines()[-2:][0]
+        raise ValueError(f"`{name}` cannot be built from the checkpoint {checkpoint}: {reason}")
+    if loading_info.mismatched_keys and not ignore_mismatched_sizes:
+        shown = shortened(
+            f"{name} ({tuple(found)} in the file, {tuple(expected)} in the model)"
+            for name, found, expected in loading_info.mismatched_keys
+        )
+        raise ValueError(
+            f"tensors of the checkpoint {checkpoint} must have the shapes that the config asks for, got {shown}: use "
+            "the config of these weights, or pass `ignore_mismatched_sizes=True` to initialise them at random."
+        )
+
+
+def unreadable_files(folder: str | Path) -> dict[str, str]:
+    """The safetensors files in a folder that cannot be opened, with the reason of each."""
+    reasons = {}
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except SafetensorError as error:
+            reasons[file.name] = str(error)
+    return reasons
