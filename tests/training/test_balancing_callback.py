@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+from deltalatent import KimiK3ForCausalLM
 from deltalatent.modeling.quantile_balancing import QuantileHistogram
 from deltalatent.training import (
     QuantileBalancingCallback,
@@ -27,6 +28,7 @@ from deltalatent.training import (
     register_quantile_balancing,
     update_selection_bias,
 )
+from tests.testing_common import left_padded, random_ids, tiny_config, tiny_model
 
 NUM_LAYERS, NUM_EXPERTS, TOP_K, WIDTH, TOKENS = 2, 8, 2, 6, 16
 LOG_KEYS = {f"expert_load/{key}" for key in ("max_violation", "max_violation_worst", "cv", "dead")}
@@ -414,6 +416,138 @@ def test_a_model_without_routers_gives_an_empty_report() -> None:
     report = update_selection_bias(nn.Linear(2, 2))
     assert report.names == ()
     assert report.per_layer() == {}
+
+
+# The real model
+
+CHECKPOINTING = {
+    "plain": None,
+    "recomputed": {"use_reentrant": False},
+    "recomputed_reentrant": {"use_reentrant": True},
+}
+
+
+def training_model(checkpointing: str = "plain", **arguments) -> KimiK3ForCausalLM:
+    model = tiny_model("default", **arguments).train()
+    if CHECKPOINTING[checkpointing] is not None:
+        model.activation_checkpointing_enable(CHECKPOINTING[checkpointing])
+    return model
+
+
+def text_data(size: int = 12) -> list[dict[str, Tensor]]:
+    config = tiny_config()
+    rows = [random_ids(config, 1, 9 + i % 4, seed=i)[0] for i in range(size)]
+    ids, mask = left_padded(rows)
+    labels = ids.masked_fill(mask == 0, -100)
+    return [{"input_ids": ids[i], "attention_mask": mask[i], "labels": labels[i]} for i in range(size)]
+
+
+def stack(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
+
+
+@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
+def test_model_counts_every_real_token_once(checkpointing: str) -> None:
+    model, batch = training_model(checkpointing), stack(text_data(4))
+    routers = [router for _, router in balanced_routers(model)]
+    model(**batch).loss.backward()
+    real = int(batch["attention_mask"].sum())
+    assert real < batch["attention_mask"].numel()
+    assert len(routers) == len(model.model.layers) - model.config.first_k_dense_replace > 1
+    for router in routers:
+        assert router.balance.tokens == real
+        assert router.balance.loads.sum() == real * router.top_k
+        assert router.balance.counts.sum() == real * router.num_experts
+
+
+def test_model_collects_in_training_with_gradients_only() -> None:
+    model, batch = training_model(), stack(text_data(4))
+    with torch.no_grad():
+        model(**batch)
+    with torch.inference_mode():
+        model(**batch)
+    model.eval()
+    model(**batch)
+    model.generate(batch["input_ids"], attention_mask=batch["attention_mask"], max_new_tokens=2)
+    before = biases(model)
+    assert update_selection_bias(model).tokens.tolist() == [0] * len(before)
+    assert torch.equal(biases(model), before)
+
+
+def test_model_trains_to_the_same_bias_with_and_without_recomputation(tmp_path: Path) -> None:
+    found = {}
+    for checkpointing, arguments in CHECKPOINTING.items():
+        model = training_model(checkpointing)
+        recompute = (
+            {}
+            if arguments is None
+            else {"activation_checkpointing": True, "activation_checkpointing_kwargs": arguments}
+        )
+        make_trainer(
+            tmp_path / checkpointing,
+            model,
+            callbacks=[QuantileBalancingCallback()],
+            data=text_data(),
+            max_steps=2,
+            **recompute,
+        ).train()
+        found[checkpointing] = biases(model)
+        assert not torch.equal(found[checkpointing], biases(training_model()))
+    assert torch.equal(found["recomputed"], found["plain"])
+    assert torch.equal(found["recomputed_reentrant"], found["plain"])
+
+
+def test_model_with_tied_experts_recomputes_the_same_choice() -> None:
+    gradients = {}
+    for checkpointing in ("plain", "recomputed"):
+        model = training_model(checkpointing)
+        for _, router in balanced_routers(model):
+            with torch.no_grad():
+                router.weight[1::2] = router.weight[::2]  # every expert ties with its neighbour
+                router.e_score_correction_bias.zero_()
+        data = text_data(6)
+        for start in range(0, 6, 2):
+            model(**stack(data[start : start + 2])).loss.backward()
+        gradients[checkpointing] = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert gradients["plain"].keys() == gradients["recomputed"].keys()
+    for name, expected in gradients["plain"].items():
+        torch.testing.assert_close(gradients["recomputed"][name], expected, msg=name)
+
+
+def test_model_in_bf16_keeps_every_digit_of_its_bias_through_save_and_load(tmp_path: Path) -> None:
+    model = training_model().to(torch.bfloat16)
+    for _, router in balanced_routers(model):
+        router.e_score_correction_bias.fill_(7.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    register_quantile_balancing(model, optimizer, ema=0.999)  # steps of about 1e-4
+    model(**stack(text_data(4))).loss.backward()
+    optimizer.step()
+    updated = biases(model)
+    assert updated.dtype == torch.float32
+    assert (updated != 7.0).all()
+    assert (updated != updated.bfloat16().float()).any()
+    model.save_pretrained(tmp_path)
+    loaded = KimiK3ForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert loaded.lm_head.weight.dtype == torch.bfloat16
+    assert torch.equal(biases(loaded), updated)
+
+
+def test_model_balances_through_trainer(tmp_path: Path) -> None:
+    """On the same tokens every step, an unbalanced model becomes balanced, and the logs say so."""
+    trainer = make_trainer(
+        tmp_path,
+        training_model(),
+        callbacks=[QuantileBalancingCallback()],
+        data=text_data(24),
+        max_steps=8,
+        gradient_accumulation_steps=1,
+        per_device_train_batch_size=24,
+        learning_rate=1e-5,
+    )
+    trainer.train()
+    violations = [entry["expert_load/max_violation"] for entry in trainer.state.log_history if "loss" in entry]
+    assert violations[0] > 0.5
+    assert violations[-1] < 0.1
 
 
 # Several processes: one start of two gloo ranks (most of the time is importing) does the jobs of all tests
