@@ -4,14 +4,22 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import torch
 
-from deltalatent.kernels.dispatch import resolve_impl
+from deltalatent.kernels.dispatch import Obstacle, resolve_impl, triton_obstacle
+from deltalatent.kernels.kda.autograd import kda_chunk_op
 from deltalatent.kernels.kda.reference import kda_chunk_reference, kda_recurrent_reference
 from deltalatent.kernels.kda.validation import validate_kda_inputs
 
 # Fastest of 16, 32 and 64 on a CPU at the head sizes of small models; the result does not depend on it.
 TORCH_CHUNK_SIZE = 32
+
+TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+TRITON_MAX_WIDTH = 256
+TRITON_LOWER_BOUND = -10.0
+"""The decay of half a 16-token tile, 2^(8 * 10 / ln 2), still leaves float32 room for sums."""
 
 
 def kda_chunk(
@@ -54,7 +62,7 @@ def kda_chunk(
         cu_seqlens: [N+1] int32 or int64 offsets of documents packed into one row (B = 1). Documents may be
             empty; rows from `cu_seqlens[-1]` on belong to no document.
         output_final_state: also return the state after the last token of every document.
-        chunk_size: tokens per chunk, a multiple of 16; None lets the implementation choose.
+        chunk_size: tokens per chunk of the torch form, a multiple of 16; None lets the implementation choose.
         impl: "auto", "triton", "torch" or "fla". "auto" takes Triton for CUDA tensors where it can run.
 
     Returns:
@@ -69,22 +77,27 @@ def kda_chunk(
         ImportError: `impl` names a package that is not installed.
     """
     validate_kda_inputs(q, k, v, g, beta, A_log, dt_bias, gate_lower_bound, initial_state, cu_seqlens)
-    resolve_impl("kda_chunk", impl, device=q.device, reasons={"torch": None})
-    return kda_chunk_reference(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        A_log,
-        dt_bias,
-        gate_lower_bound=gate_lower_bound,
-        scale=scale,
-        initial_state=initial_state,
-        cu_seqlens=cu_seqlens,
-        output_final_state=output_final_state,
-        chunk_size=chunk_size or TORCH_CHUNK_SIZE,
-    )
+    reasons = {
+        "triton": _chunk_triton_obstacle(q, k, v, g, beta, gate_lower_bound, chunk_size),
+        "torch": None,
+        "fla": _fla_obstacle(gate_lower_bound),
+    }
+    chosen = resolve_impl("kda_chunk", impl, device=q.device, reasons=reasons)
+    tensors = (q, k, v, g, beta, A_log, dt_bias)
+    if chosen == "triton":
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        results = kda_chunk_op(*tensors, initial_state, cu_seqlens, gate_lower_bound, scale, output_final_state)
+        return results[0], results[1] if output_final_state else None
+    options = {
+        "gate_lower_bound": gate_lower_bound,
+        "scale": scale,
+        "initial_state": initial_state,
+        "cu_seqlens": cu_seqlens,
+        "output_final_state": output_final_state,
+    }
+    if chosen == "fla":
+        return _run_fla("chunk_kda", tensors, **options)
+    return kda_chunk_reference(*tensors, **options, chunk_size=chunk_size or TORCH_CHUNK_SIZE)
 
 
 def kda_recurrent(
@@ -116,23 +129,128 @@ def kda_recurrent(
     validate_kda_inputs(q, k, v, g, beta, A_log, dt_bias, gate_lower_bound, initial_state, cu_seqlens)
     if inplace_state and initial_state is None:
         raise ValueError("`inplace_state=True` needs an `initial_state` to write to, got None.")
-    resolve_impl("kda_recurrent", impl, device=q.device, reasons={"torch": None})
-    o, final_state = kda_recurrent_reference(
+    tensors = (q, k, v, g, beta, A_log, dt_bias)
+    reasons = {
+        "triton": _recurrent_triton_obstacle(tensors, initial_state, inplace_state),
+        "torch": None,
+        "fla": _fla_obstacle(gate_lower_bound),
+    }
+    chosen = resolve_impl("kda_recurrent", impl, device=q.device, reasons=reasons)
+    options = {
+        "gate_lower_bound": gate_lower_bound,
+        "scale": scale,
+        "initial_state": initial_state,
+        "cu_seqlens": cu_seqlens,
+    }
+    if chosen == "triton":
+        from deltalatent.kernels.kda.triton_recurrent import recurrent_triton
+
+        return recurrent_triton(
+            *tensors, **options, output_final_state=output_final_state, inplace_state=inplace_state
+        )
+    options["output_final_state"] = output_final_state or inplace_state
+    if chosen == "fla":
+        o, final_state = _run_fla("fused_recurrent_kda", tensors, **options)
+    else:
+        o, final_state = kda_recurrent_reference(*tensors, **options)
+    if inplace_state:
+        with torch.no_grad():
+            initial_state.copy_(final_state)
+        final_state = initial_state
+    return o, final_state
+
+
+def _chunk_triton_obstacle(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    gate_lower_bound: float | None,
+    chunk_size: int | None,
+) -> Obstacle | None:
+    for name, x in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta)):
+        if x.dtype not in TRITON_DTYPES:
+            reason = f"the Triton kernels take float32, float16 or bfloat16, got {x.dtype} for `{name}`: use 'torch'"
+            return Obstacle(reason, TypeError)
+    if gate_lower_bound is None or gate_lower_bound < TRITON_LOWER_BOUND:
+        return Obstacle(
+            "the Triton kernels factor the decay of a tile and would overflow unless `gate_lower_bound` is at least"
+            f" {TRITON_LOWER_BOUND}, got {gate_lower_bound}: use 'torch', which is safe for any gate"
+        )
+    if max(q.shape[3], v.shape[3]) > TRITON_MAX_WIDTH:
+        widths = f"K = {q.shape[3]} and V = {v.shape[3]}"
+        return Obstacle(f"the Triton kernels take widths up to {TRITON_MAX_WIDTH}, got {widths}: use 'torch'")
+    if chunk_size is not None:
+        return Obstacle(
+            f"the Triton kernels choose the chunk size themselves, got {chunk_size}: pass None, or 'torch'"
+        )
+    return triton_obstacle(q.device)
+
+
+def _recurrent_triton_obstacle(
+    tensors: tuple[torch.Tensor, ...], initial_state: torch.Tensor | None, inplace_state: bool
+) -> Obstacle | None:
+    q, v, g = tensors[0], tensors[2], tensors[3]
+    for x in tensors[:5]:
+        if x.dtype not in TRITON_DTYPES:
+            return Obstacle(
+                f"the Triton kernel takes float32, float16 or bfloat16, got {x.dtype}: use 'torch'", TypeError
+            )
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (*tensors, initial_state) if x is not None):
+        return Obstacle("the Triton kernel has no gradient: call it under `torch.no_grad()`, or use 'torch'")
+    if q.shape[3] > TRITON_MAX_WIDTH:
+        return Obstacle(f"the Triton kernel takes K up to {TRITON_MAX_WIDTH}, got {g.shape[3]}: use 'torch'")
+    if initial_state is not None and initial_state.dtype != torch.float32:
+        return Obstacle(f"the state must be float32, got {initial_state.dtype}: keep it in float32", TypeError)
+    if inplace_state and initial_state is not None and not initial_state.is_contiguous():
+        return Obstacle("an in-place state must be contiguous: pass `.contiguous()`, or use 'torch'")
+    return triton_obstacle(v.device)
+
+
+def _fla_obstacle(gate_lower_bound: float | None) -> Obstacle | None:
+    if importlib.util.find_spec("fla") is None:
+        return Obstacle(
+            "the package `flash-linear-attention` is not installed: install it, or use 'auto'", ImportError
+        )
+    if gate_lower_bound is not None and gate_lower_bound < -5.0:
+        return Obstacle(f"flash-linear-attention takes gate bounds from -5 on, got {gate_lower_bound}: use 'auto'")
+    return None
+
+
+def _run_fla(
+    name: str,
+    tensors: tuple[torch.Tensor, ...],
+    gate_lower_bound: float | None,
+    scale: float | None,
+    initial_state: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    output_final_state: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The operator `name` of flash-linear-attention; its rows of no document are undefined and set to zero here."""
+    from fla.ops import kda
+
+    q, k, v, g, beta, A_log, dt_bias = tensors
+    safe = {"safe_gate": gate_lower_bound is not None} if name == "chunk_kda" else {}
+    o, final_state = getattr(kda, name)(
         q,
         k,
         v,
         g,
         beta,
-        A_log,
-        dt_bias,
-        gate_lower_bound=gate_lower_bound,
+        A_log=A_log.flatten(),
+        dt_bias=dt_bias.flatten(),
         scale=scale,
         initial_state=initial_state,
-        cu_seqlens=cu_seqlens,
-        output_final_state=output_final_state or inplace_state,
+        output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=True,
+        use_gate_in_kernel=True,
+        use_beta_sigmoid_in_kernel=True,
+        lower_bound=gate_lower_bound,
+        cu_seqlens=None if cu_seqlens is None else cu_seqlens.long(),
+        **safe,
     )
-    if inplace_state:
-        with torch.no_grad():
-            initial_state.copy_(final_state)
-        final_state = initial_state
+    if cu_seqlens is not None:
+        slack = torch.arange(o.shape[1], device=o.device) >= cu_seqlens[-1]
+        o = o.masked_fill(slack[None, :, None, None], 0.0)
     return o, final_state
