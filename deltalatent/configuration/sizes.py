@@ -45,7 +45,7 @@ def tiny(**overrides) -> KimiK3TextConfig:
 
 
 def nano(**overrides) -> KimiK3TextConfig:
-    """About 3 M parameters: learns to write from a few megabytes of text in minutes on a laptop's CPU."""
+    """3.7 M parameters: learns to write from a few megabytes of text in minutes on a laptop's CPU."""
     return _config(
         8, 4, 32, overrides,
         vocab_size=2048, hidden_size=128, intermediate_size=384, q_lora_rank=64, kv_lora_rank=64,
@@ -55,7 +55,7 @@ def nano(**overrides) -> KimiK3TextConfig:
 
 
 def small(**overrides) -> KimiK3TextConfig:
-    """About 150 M parameters: one GPU, hours."""
+    """160 M parameters: one GPU, hours."""
     return _config(
         12, 8, 64, overrides,
         vocab_size=32000, hidden_size=512, intermediate_size=1536, q_lora_rank=256, kv_lora_rank=192,
@@ -65,7 +65,7 @@ def small(**overrides) -> KimiK3TextConfig:
 
 
 def base(**overrides) -> KimiK3TextConfig:
-    """About 1 B parameters in all: one GPU, days."""
+    """1.0 B parameters: one GPU, days."""
     return _config(
         16, 8, 128, overrides,
         vocab_size=64000, hidden_size=1024, intermediate_size=4096, q_lora_rank=384, kv_lora_rank=256,
@@ -75,7 +75,7 @@ def base(**overrides) -> KimiK3TextConfig:
 
 
 def release(**overrides) -> KimiK3TextConfig:
-    """The released size: 2.8 T parameters, 104 B active. Build it on the meta device."""
+    """The released size: 2.8 T parameters, 104 B active (without the input embedding). Build it on the meta device."""
     return KimiK3TextConfig(**overrides)
 
 
@@ -105,7 +105,8 @@ class ParameterCount:
 
     Attributes:
         total: All of them, embedding and head included.
-        active: Those that one token uses: `num_experts_per_token` of the routed experts, and everything else.
+        active: Those that one token uses: `num_experts_per_token` of the routed experts, and everything else. The whole
+            input embedding is included (the release's 104 B leave it out).
     """
 
     total: int
