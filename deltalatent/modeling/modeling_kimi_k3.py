@@ -433,11 +433,13 @@ class KimiK3TextModel(KimiK3PreTrainedModel):
                     "packed documents (restarting `position_ids` or `cu_seq_lens_q`) cannot be cached, got a `cache`: "
                     "pass one document per row to continue it, or no cache."
                 )
-            # Positions that restart say it all: padding counts as documents of its own.
-            attention_mask, position_ids = None, layout.position_ids
-        elif position_ids is not None:
+            # Positions that restart say it all, unless padding interrupts them.
+            is_padded = layout.indices is not None
+            attention_mask, position_ids = None, None if is_padded else layout.restarting_positions()
+            same_document = layout.same_document if is_padded else None
+        else:
             # Not packed: the mask functions must not look for documents.
-            position_ids = None
+            position_ids = same_document = None
         if not isinstance(attention_mask, dict) and "full_attention" in self.config.layer_types:
             full_mask = create_causal_mask(
                 config=self.config,
@@ -445,6 +447,7 @@ class KimiK3TextModel(KimiK3PreTrainedModel):
                 attention_mask=attention_mask,
                 cache=cache,
                 position_ids=position_ids,
+                and_mask_function=same_document,
             )
         return full_mask, layout
 

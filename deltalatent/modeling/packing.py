@@ -28,20 +28,32 @@ class SequenceLayout:
     Attributes:
         cu_seqlens: int32 [N+1], offsets of the sequences among the real tokens, rows flattened.
         indices: int64 [L], positions of the real tokens in the flattened batch [B*T]; `None` if all are real.
-        position_ids: int64 [B, T], positions that restart with every document (runs of padding count as documents of
-            their own), or `None` if every row is one sequence. Only packed batches have them.
+        documents: int64 [B, T], a number per document, the same within a document and different in its neighbours;
+            -1 at padding. `None` if every row is one sequence: only packed batches have them.
         shape: (B, T).
     """
 
     cu_seqlens: Tensor
     indices: Tensor | None
-    position_ids: Tensor | None
+    documents: Tensor | None
     shape: tuple[int, int]
 
     @property
     def is_packed(self) -> bool:
         """Whether some row holds several documents."""
-        return self.position_ids is not None
+        return self.documents is not None
+
+    def restarting_positions(self) -> Tensor:
+        """int64 [B, T], distance to the first token of the document; needs a packed batch."""
+        starts = torch.ones_like(self.documents, dtype=torch.bool)
+        starts[:, 1:] = self.documents.diff(dim=1) != 0
+        index = torch.arange(starts.shape[1], device=starts.device).expand_as(starts)
+        last_start = torch.where(starts, index, 0).cummax(dim=1).values
+        return index - last_start
+
+    def same_document(self, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        """Whether two tokens of a row of a packed batch may see each other, as a mask function of Transformers."""
+        return self.documents[row, query] == self.documents[row, key]
 
     def gather(self, x: Tensor) -> Tensor:
         """[B, T, ...] -> [1, L, ...], the real tokens of all sequences in one row."""
@@ -104,9 +116,7 @@ def sequence_layout(
             raise ValueError(
                 "`cu_seq_lens_q` and an `attention_mask` with padding describe the batch twice: pass one of the two."
             )
-        document = document_index(cu_seqlens, length)[None]  # [1, T]
-        positions = _restarting_positions(_changes(document))
-        return SequenceLayout(cu_seqlens.to(torch.int32), None, positions, shape)
+        return SequenceLayout(cu_seqlens.to(torch.int32), None, document_index(cu_seqlens, length)[None], shape)
 
     if attention_mask is None:
         if position_ids is None or length == 1:
@@ -114,7 +124,7 @@ def sequence_layout(
         starts = document_starts(position_ids.expand(batch_size, length))
         if int(starts.sum()) == batch_size:
             return None
-        return SequenceLayout(_offsets(starts.flatten()), None, _restarting_positions(starts), shape)
+        return SequenceLayout(_offsets(starts.flatten()), None, starts.cumsum(1), shape)
 
     real = attention_mask.bool()
     indices = real.flatten().nonzero().flatten()  # [L]
@@ -127,9 +137,8 @@ def sequence_layout(
         if bool(restarts.any()):
             starts = torch.ones_like(indices, dtype=torch.bool)
             starts[1:] = restarts | ~same_row
-            boundaries = _changes(real)
-            boundaries.view(-1)[indices[starts]] = True
-            return SequenceLayout(_offsets(starts), indices, _restarting_positions(boundaries), shape)
+            documents = indices.new_full((real.numel(),), -1).index_copy(0, indices, starts.cumsum(0))
+            return SequenceLayout(_offsets(starts), indices, documents.view(shape), shape)
     if indices.numel() == real.numel():
         return None
     lengths = real.sum(1)
@@ -141,17 +150,3 @@ def _offsets(starts: Tensor) -> Tensor:
     """bool [L], True where a sequence starts -> int32 [N+1]."""
     first = starts.nonzero().flatten()
     return torch.cat([first, first.new_tensor([starts.numel()])]).to(torch.int32)
-
-
-def _changes(labels: Tensor) -> Tensor:
-    """[B, T] -> bool [B, T], True at the first token of a row and where the label differs from the one before."""
-    changed = torch.ones_like(labels, dtype=torch.bool)
-    changed[:, 1:] = labels[:, 1:] != labels[:, :-1]
-    return changed
-
-
-def _restarting_positions(starts: Tensor) -> Tensor:
-    """bool [B, T], True at row starts too -> int64 [B, T], distance to the last start."""
-    index = torch.arange(starts.shape[1], device=starts.device).expand_as(starts)
-    last_start = torch.where(starts, index, 0).cummax(dim=1).values
-    return index - last_start
