@@ -3,11 +3,11 @@
 """Quantile balancing of a top-k router: the estimator of the selection bias, without an auxiliary loss.
 
 Source: Kimi K3 technical report (arXiv 2607.24653), section on Stable LatentMoE. A router selects the ``k`` experts
-with the largest ``s + b`` (score plus selection bias). The cutoff of a token is its ``(k + 1)``-th largest ``s +
-b``; an expert would have been selected by that token under the bias ``r = cutoff - s`` (the *required bias*). If
-expert ``e`` gets as next bias the ``k / n`` quantile of its required biases over the tokens of an optimizer step,
-it is selected by a share ``k / n`` of them while everything else stays put: the balanced load, in one update and
-without a learning rate.
+with the largest ``s + b`` (score plus selection bias). The cutoff of a token is its ``(k + 1)``-th largest ``s + b``;
+an expert is selected by that token if its bias exceeds ``r = cutoff - s`` (the *required bias*). Let the next bias of
+every expert be the ``k / n`` quantile of its required biases over the tokens of an optimizer step: if the cutoffs stay
+put, it is selected by a share ``k / n`` of them, the balanced load. No learning rate is involved, and as the cutoffs
+do move, a handful of steps settles it.
 
 Two estimators of that quantile live here. :func:`exact_next_bias` sorts, and is the reference.
 :class:`QuantileHistogram` counts required biases in 1000 bins per expert, so that micro-batches and ranks are joined

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import socket
 from pathlib import Path
 from types import SimpleNamespace
@@ -548,6 +549,23 @@ def test_model_balances_through_trainer(tmp_path: Path) -> None:
     violations = [entry["expert_load/max_violation"] for entry in trainer.state.log_history if "loss" in entry]
     assert violations[0] > 0.5
     assert violations[-1] < 0.1
+
+
+def test_documented_examples_run(tmp_path: Path) -> None:
+    page = Path(__file__).parents[2] / "docs" / "quantile_balancing.md"
+    blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    assert len(blocks) == 5
+    model, train_dataset = training_model(), text_data(4)
+    names = {
+        "model": model,
+        "args": TrainingArguments(str(tmp_path), max_steps=1, use_cpu=True, report_to=[], disable_tqdm=True),
+        "train_dataset": train_dataset,
+        "batch": stack(train_dataset),
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.01),
+    }
+    for block in blocks:
+        exec(compile(block, str(page), "exec"), names)
+    assert abs(names["bias"].mean()) < 1e-6
 
 
 # Several processes: one start of two gloo ranks (most of the time is importing) does the jobs of all tests
