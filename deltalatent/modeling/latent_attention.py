@@ -167,10 +167,10 @@ class KimiK3LatentAttention(nn.Module):
         if attention_mask is not None and attention_mask.shape[2] > 1:
             attention_mask = attention_mask.repeat_interleave(num_heads, dim=2)  # [B, 1, T*H, S]
         elif attention_mask is None and length > 1:
-            # The causal flag of attention functions counts queries, of which a token now has H.
-            seen = latent.shape[2]
-            token = torch.arange(length, device=query.device).repeat_interleave(num_heads)[:, None] + seen - length
-            visible = torch.arange(seen, device=query.device) <= token
+            # The causal flag of attention functions counts queries, of which a token now has H. Without a mask the new
+            # tokens are the first in view: what follows them is the part of a static cache not written yet.
+            token = torch.arange(length, device=query.device).repeat_interleave(num_heads)[:, None]
+            visible = torch.arange(latent.shape[2], device=query.device) <= token
             attention_mask = torch.zeros_like(visible, dtype=query.dtype).masked_fill(~visible, -torch.inf)[None, None]
         output, weights = self._call(attention, latent_query, key, latent, attention_mask, is_causal=False, **kwargs)
         output = output.view(batch_size, length, num_heads, self.kv_lora_rank).transpose(1, 2)  # [B, H, T, R]
