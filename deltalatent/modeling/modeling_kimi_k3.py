@@ -351,6 +351,12 @@ class KimiK3TextModel(KimiK3PreTrainedModel):
         if inputs_embeds is None:
             self._check_token_ids(input_ids)
             inputs_embeds = self.embed_tokens(input_ids)
+        if inputs_embeds.ndim != 3 or inputs_embeds.shape[-1] != self.config.hidden_size:
+            raise ValueError(
+                f"`inputs_embeds` must have shape [B, T, hidden_size={self.config.hidden_size}], got "
+                f"{tuple(inputs_embeds.shape)}: pass what `get_input_embeddings()` gives for a batch of rows."
+            )
+        self._check_cache(cache)
         batch_size, length, _ = inputs_embeds.shape
         if batch_size == 0 or length == 0:
             raise ValueError(
@@ -395,7 +401,11 @@ class KimiK3TextModel(KimiK3PreTrainedModel):
         return _mix(self.output_attn_res_norm, self.output_attn_res_proj, *sources)
 
     def _check_token_ids(self, input_ids: Tensor) -> None:
-        """On a GPU the embedding kernel asserts by itself, and looking at the ids would wait for the device."""
+        if input_ids.ndim != 2:
+            raise ValueError(
+                f"`input_ids` must have shape [B, T], got {tuple(input_ids.shape)}: pass a batch, also of one row."
+            )
+        # On a GPU the embedding kernel asserts by itself, and looking at the ids would wait for the device.
         if input_ids.device.type != "cpu" or torch.compiler.is_compiling() or input_ids.numel() == 0:
             return
         low, high = (int(value) for value in input_ids.aminmax())
@@ -403,6 +413,21 @@ class KimiK3TextModel(KimiK3PreTrainedModel):
             raise ValueError(
                 f"`input_ids` must be in [0, vocab_size={self.config.vocab_size}), got values from {low} to {high}: "
                 "use the tokenizer that belongs to the model."
+            )
+
+    def _check_cache(self, cache: Cache | None) -> None:
+        if cache is None or torch.compiler.is_compiling():
+            return
+        if not isinstance(cache, Cache):
+            raise TypeError(
+                f"`cache` must be a `transformers.Cache`, got {type(cache).__name__}: use "
+                "`DynamicCache(config=model.config)`."
+            )
+        if cache.is_linear != [kind == "linear_attention" for kind in self.config.layer_types]:
+            raise ValueError(
+                "`cache` must have one layer for each layer of the model, of the same kind, got "
+                f"{[type(layer).__name__ for layer in cache.layers]}: make it with `DynamicCache(config=model.config)` "
+                "or `StaticCache(config=model.config, max_cache_len=...)`."
             )
 
     def _masks(
@@ -545,6 +570,11 @@ class KimiK3ForCausalLM(KimiK3PreTrainedModel, GenerationMixin):
         logits = self.lm_head(hidden_states[:, kept])
         loss = None
         if labels is not None:
+            if labels.shape != logits.shape[:2]:
+                raise ValueError(
+                    f"`labels` must have shape {tuple(logits.shape[:2])}, one per token with logits, got "
+                    f"{tuple(labels.shape)}: pass one label per token, -100 for none."
+                )
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return MoeCausalLMOutputWithPast(
             loss=loss,

@@ -107,9 +107,14 @@ def sequence_layout(
 
     Raises:
         ValueError: `cu_seqlens` does not describe a row of T tokens (see `kernels.packing.validate_cu_seqlens`), or
-            comes with padding.
+            comes with padding; or `position_ids` has another shape.
     """
     shape = (batch_size, length)
+    if position_ids is not None and tuple(position_ids.shape) not in (shape, (1, length)):
+        raise ValueError(
+            f"`position_ids` must have shape {shape} or {(1, length)}, got {tuple(position_ids.shape)}: pass one "
+            "position per new token."
+        )
     if cu_seqlens is not None:
         validate_cu_seqlens(cu_seqlens, length, batch_size=batch_size)
         if attention_mask is not None and not bool(attention_mask.all()):
