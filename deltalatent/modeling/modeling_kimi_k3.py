@@ -426,8 +426,8 @@ class KimiK3TextModel(KimiK3PreTrainedModel):
         if cache.is_linear != [kind == "linear_attention" for kind in self.config.layer_types]:
             raise ValueError(
                 "`cache` must have one layer for each layer of the model, of the same kind, got "
-                f"{[type(layer).__name__ for layer in cache.layers]}: make it with `DynamicCache(config=model.config)` "
-                "or `StaticCache(config=model.config, max_cache_len=...)`."
+                f"{[type(layer).__name__ for layer in cache.layers]}: use `DynamicCache(config=model.config)` or "
+                "`StaticCache(config=model.config, max_cache_len=...)`."
             )
 
     def _masks(
