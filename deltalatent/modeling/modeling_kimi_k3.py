@@ -55,6 +55,18 @@ GROUPED_MM_MULTIPLE = 8
 """Grouped matrix products want rows of a multiple of 16 bytes: 8 half-precision values."""
 
 
+class KimiK3PseudoQuery(nn.Module):
+    """Learned query [1, D] of a depth mix, zero at first.
+
+    Not an `nn.Linear`: the mix reads the weight and nothing calls the module, so nothing that wraps linear layers
+    (quantisers, adapters) must find it.
+    """
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1, hidden_size))
+
+
 class KimiK3DecoderLayer(GradientCheckpointingLayer):
     """Token mixer (KDA or latent attention), then channel mixer (dense or mixture of experts).
 
@@ -79,9 +91,9 @@ class KimiK3DecoderLayer(GradientCheckpointingLayer):
         self.post_attention_layernorm = KimiK3RMSNorm(config.hidden_size, config.rms_norm_eps)
         if self.has_attention_residuals:
             self.self_attention_res_norm = KimiK3RMSNorm(config.hidden_size, config.rms_norm_eps)
-            self.self_attention_res_proj = nn.Linear(config.hidden_size, 1, bias=False)
+            self.self_attention_res_proj = KimiK3PseudoQuery(config.hidden_size)
             self.mlp_res_norm = KimiK3RMSNorm(config.hidden_size, config.rms_norm_eps)
-            self.mlp_res_proj = nn.Linear(config.hidden_size, 1, bias=False)
+            self.mlp_res_proj = KimiK3PseudoQuery(config.hidden_size)
 
     def forward(
         self,
@@ -107,7 +119,9 @@ class KimiK3DecoderLayer(GradientCheckpointingLayer):
             The new running sum [B, T, D], and routing statistics or `None`.
         """
         mixed = hidden_states
-        if self.has_attention_residuals and closed_blocks:
+        if self.has_attention_residuals:
+            # Of the running sum alone in layer 0: the same vector, but its query gets a (zero) gradient, which
+            # `DistributedDataParallel` waits for.
             mixed = self._mix_for_attention(*closed_blocks, hidden_states)
         mixed = self.input_layernorm(mixed)
         if self.layer_type == "linear_attention":
@@ -140,7 +154,7 @@ class KimiK3DecoderLayer(GradientCheckpointingLayer):
         return _mix(self.mlp_res_norm, self.mlp_res_proj, *sources)
 
 
-def _mix(norm: KimiK3RMSNorm, proj: nn.Linear, *sources: Tensor) -> Tensor:
+def _mix(norm: KimiK3RMSNorm, proj: KimiK3PseudoQuery, *sources: Tensor) -> Tensor:
     """Depth mixing with the query that a norm's weight [D] and a projection's weight [1, D] make together."""
     dtype = torch.promote_types(proj.weight.dtype, torch.float32)
     query = norm.weight.to(dtype) * proj.weight[0].to(dtype)
@@ -275,11 +289,8 @@ class KimiK3PreTrainedModel(PreTrainedModel):
         elif isinstance(module, KimiK3Experts):
             init.normal_(module.gate_up_proj, mean=0.0, std=std)
             init.normal_(module.down_proj, mean=0.0, std=std)
-        elif isinstance(module, KimiK3DecoderLayer) and module.has_attention_residuals:
-            init.zeros_(module.self_attention_res_proj.weight)
-            init.zeros_(module.mlp_res_proj.weight)
-        elif isinstance(module, KimiK3TextModel) and module.has_attention_residuals:
-            init.zeros_(module.output_attn_res_proj.weight)
+        elif isinstance(module, KimiK3PseudoQuery):
+            init.zeros_(module.weight)
 
     @staticmethod
     def _init_decay(module: KimiK3DeltaAttention) -> None:
@@ -307,7 +318,7 @@ class KimiK3TextModel(KimiK3PreTrainedModel):
         self.layers = nn.ModuleList([KimiK3DecoderLayer(config, i) for i in range(config.num_hidden_layers)])
         if self.has_attention_residuals:
             self.output_attn_res_norm = KimiK3RMSNorm(config.hidden_size, config.rms_norm_eps)
-            self.output_attn_res_proj = nn.Linear(config.hidden_size, 1, bias=False)
+            self.output_attn_res_proj = KimiK3PseudoQuery(config.hidden_size)
         self.norm = KimiK3RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.gradient_checkpointing = False
         self.post_init()
