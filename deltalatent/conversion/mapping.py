@@ -83,7 +83,9 @@ class ExpertsConverter(WeightConverter):
 
     def convert(self, layer_name, model=None, config=None, hf_quantizer=None, loading_info=None):
         """Raises ValueError if an expert is missing, supernumerary, or shaped unlike the others; it is named."""
-        if loading_info is not None:  # loading; the reverse converts one fused parameter
+        # The reverse, without `loading_info`, converts one fused parameter. Copies of this converter with other patterns
+        # (PEFT makes them for adapters, quantizers for scales) collect other tensors than the experts' weights.
+        if loading_info is not None and all(pattern.endswith(".weight") for pattern in self.source_patterns):
             self._check_names(config.get_text_config().num_experts)
         return super().convert(layer_name, model, config, hf_quantizer, loading_info)
 
@@ -104,9 +106,8 @@ class ExpertsConverter(WeightConverter):
     def _check_names(self, num_experts: int) -> None:
         present = [self.KEY.fullmatch(name) for names in self.sources.values() for name in names]
         prefix = next(match[1] for match in present if match)
-        # w1 and w3 belong together: of a pattern without any tensor, the ending follows from the pattern itself.
-        endings = {pattern: pattern.rpartition("*")[2].replace("\\", "") for pattern in self.source_patterns}
-        expected = {f"{prefix}{i}{ending}" for i in range(num_experts) for ending in endings.values()}
+        endings = [pattern.rpartition("*")[2] for pattern in self.source_patterns]  # .w1.weight and .w3.weight
+        expected = {f"{prefix}{i}{ending}" for i in range(num_experts) for ending in endings}
         found = {match[0] for match in present if match}
         for what, names in (("lacks", expected - found), ("has also", found - expected)):
             if names:
@@ -124,7 +125,11 @@ def _only_tensor(input_dict: dict[str, Tensor | list[Tensor]]) -> Tensor:
 def released_to_ours() -> list[WeightConverter | WeightRenaming]:
     """A fresh list of transforms (the engine keeps state in them)."""
     return [
-        WeightRenaming(source_patterns=rf"\.{RELEASED_MOE_NAME}\.", target_patterns=rf"\.{MOE_NAME}\."),
+        WeightRenaming(
+            source_patterns=rf"\.{RELEASED_MOE_NAME}\.",
+            # Looked at when saving only: dense layers are called `mlp` in the release too.
+            target_patterns=rf"\.{MOE_NAME}\.(?!gate_proj|up_proj|down_proj)",
+        ),
         ExpertsConverter(
             source_patterns=[r"\.experts.*.w1.weight", r"\.experts.*.w3.weight"],
             target_patterns=r"\.experts.gate_up_proj",
