@@ -57,3 +57,18 @@ def repair_interpreter() -> None:
 
 if INTERPRETING and HAS_TRITON:
     repair_interpreter()
+
+
+def assert_as_exact_as_plain(actual: torch.Tensor, exact: torch.Tensor, plain: torch.Tensor, what: str) -> None:
+    """An implementation may be off by twice what the plain evaluation in the same precision is off, plus a rounding.
+
+    `exact` is the float64 evaluation, `plain` the PyTorch reference on the very inputs of `actual`. The rounding is
+    one unit in the last place of the largest element, in the dtype of the result.
+    """
+    assert actual.dtype == plain.dtype, f"{what}: {actual.dtype} instead of {plain.dtype}"
+    assert actual.shape == exact.shape, f"{what}: {tuple(actual.shape)} instead of {tuple(exact.shape)}"
+    if exact.numel() == 0:
+        return
+    error, reference = ((x.detach().double() - exact.detach()).abs().max().item() for x in (actual, plain))
+    allowed = 2 * reference + torch.finfo(actual.dtype).eps * exact.detach().abs().max().item()
+    assert error <= allowed, f"{what}: error {error:.3e}, allowed {allowed:.3e}"

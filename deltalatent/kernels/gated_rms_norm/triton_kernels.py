@@ -31,7 +31,8 @@ def gated_rms_norm_backward_kernel(
     """A program walks over `tiles` tiles of rows and leaves one partial sum of the weight gradient."""
     column = tl.arange(0, BV)
     scale = tl.load(weight + column, mask=column < V, other=0.0).to(tl.float32)
-    partial = tl.zeros([BV], tl.float32)
+    # One sum per place of the tile; the rows are added up once, at the end.
+    partial = tl.zeros([BR, BV], tl.float32)
     first = tl.program_id(0).to(tl.int64) * tiles
     for tile in range(tiles):
         row = (first + tile) * BR + tl.arange(0, BR)
@@ -44,20 +45,21 @@ def gated_rms_norm_backward_kernel(
         normed = values * inverse_rms[:, None]
         sigmoid = tl.sigmoid(logits)
         gated = upstream * sigmoid
-        partial += tl.sum(gated * normed, axis=0)
+        partial += gated * normed
         scaled = gated * scale[None, :]  # gradient of the normed values
         dgate_tile = scaled * normed * (1.0 - sigmoid)
         mean = tl.sum(scaled * normed, axis=1) / V
         dx_tile = inverse_rms[:, None] * (scaled - normed * mean[:, None])
         tl.store(dx + offset, dx_tile.to(dx.dtype.element_ty), mask=mask)
         tl.store(dgate + offset, dgate_tile.to(dgate.dtype.element_ty), mask=mask)
-    tl.store(dweight + tl.program_id(0) * BV + column, partial)
+    tl.store(dweight + tl.program_id(0) * BV + column, tl.sum(partial, axis=0))
 
 
-def _tile(num_columns: int) -> tuple[int, int]:
-    """Rows and columns of a tile: about 4096 values for four warps."""
+def _tile(num_columns: int, values: int) -> tuple[int, int, int]:
+    """Rows and columns of a tile of about `values` values, and warps (16 values for each thread)."""
     columns = triton.next_power_of_2(num_columns)
-    return max(1, 4096 // columns), columns
+    rows = max(1, values // columns)
+    return rows, columns, min(8, max(1, rows * columns // 512))
 
 
 def gated_rms_norm_forward(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -65,10 +67,10 @@ def gated_rms_norm_forward(x: torch.Tensor, gate: torch.Tensor, weight: torch.Te
     y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     rows = x.numel() // x.shape[-1]
     if rows > 0:
-        block_r, block_v = _tile(x.shape[-1])
+        block_r, block_v, num_warps = _tile(x.shape[-1], values=2048)
         grid = (triton.cdiv(rows, block_r),)
         gated_rms_norm_forward_kernel[grid](
-            x, gate, weight, y, rows, x.shape[-1], eps, BR=block_r, BV=block_v, num_warps=4
+            x, gate, weight, y, rows, x.shape[-1], eps, BR=block_r, BV=block_v, num_warps=num_warps
         )
     return y
 
@@ -82,14 +84,16 @@ def gated_rms_norm_backward(
     rows = x.numel() // x.shape[-1]
     if rows == 0:
         return [dx, dgate, torch.zeros_like(weight)]
-    block_r, block_v = _tile(x.shape[-1])
+    # One warp on its own where the row allows it: sums over a row then stay within the warp.
+    block_r, block_v, num_warps = _tile(x.shape[-1], values=512)
     # Enough programs to fill a large chip, few enough that the partial sums are small beside the inputs. The count
     # depends on the shape alone, so that the order of summation is the same on every machine.
     total_tiles = triton.cdiv(rows, block_r)
-    tiles = triton.cdiv(total_tiles, 2048)
+    tiles = triton.cdiv(total_tiles, 4096)
     programs = triton.cdiv(total_tiles, tiles)
     partial = torch.empty(programs, block_v, dtype=torch.float32, device=x.device)
     gated_rms_norm_backward_kernel[(programs,)](
-        x, gate, weight, dy, dx, dgate, partial, rows, x.shape[-1], eps, tiles, BR=block_r, BV=block_v, num_warps=4
-    )
+        x, gate, weight, dy, dx, dgate, partial, rows, x.shape[-1], eps, tiles,
+        BR=block_r, BV=block_v, num_warps=num_warps,
+    )  # fmt: skip
     return [dx, dgate, partial.sum(0)[: x.shape[-1]].to(weight.dtype)]

@@ -101,10 +101,10 @@ def kda_recurrent_kernel(
 
 
 def launch_shape(key_width: int, value_width: int) -> tuple[int, int, int]:
-    """Tile `(BK, BV)` and warps: small tiles, so that loads of some programs overlap the stores of others."""
+    """Tile `(BK, BV)` and warps: about 8192 values for four warps, so that loads and stores of programs overlap."""
     block_k = triton.next_power_of_2(key_width)
-    block_v = min(32, triton.next_power_of_2(value_width))
-    return block_k, block_v, 4 if block_k * block_v >= 4096 else 1
+    block_v = min(triton.next_power_of_2(value_width), max(16, min(64, 8192 // block_k)))
+    return block_k, block_v, 4 if block_k * block_v > 2048 else 1
 
 
 def _launch(
@@ -162,8 +162,7 @@ def _launch(
     return o
 
 
-@torch.library.custom_op("deltalatent::kda_recurrent", mutates_args=())
-def kda_recurrent_op(
+def _run(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -183,14 +182,7 @@ def kda_recurrent_op(
     return [o, *final]
 
 
-@kda_recurrent_op.register_fake
-def _(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, gate_lower_bound, scale, output_final_state):
-    o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    return [o, _new_state(k, v, cu_seqlens)] if output_final_state else [o]
-
-
-@torch.library.custom_op("deltalatent::kda_recurrent_", mutates_args=("state",))
-def kda_recurrent_inplace_op(
+def _run_inplace(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -204,6 +196,19 @@ def kda_recurrent_inplace_op(
     scale: float,
 ) -> torch.Tensor:
     return _launch(q, k, v, g, beta, A_log, dt_bias, state, state, cu_seqlens, gate_lower_bound, scale)
+
+
+# For `torch.compile`; eager calls do without the operators, which cost the host more than the launch.
+kda_recurrent_op = torch.library.custom_op("deltalatent::kda_recurrent", _run, mutates_args=())
+kda_recurrent_inplace_op = torch.library.custom_op(
+    "deltalatent::kda_recurrent_", _run_inplace, mutates_args=("state",)
+)
+
+
+@kda_recurrent_op.register_fake
+def _(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, gate_lower_bound, scale, output_final_state):
+    o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    return [o, _new_state(k, v, cu_seqlens)] if output_final_state else [o]
 
 
 @kda_recurrent_inplace_op.register_fake
@@ -254,12 +259,14 @@ def recurrent_triton(
     if initial_state is not None and initial_state.dtype != torch.float32:
         raise TypeError(f"`initial_state` must be float32, got {initial_state.dtype}: keep the state in float32.")
     scale = q.shape[3] ** -0.5 if scale is None else scale
+    tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
+    compiling = torch.compiler.is_compiling()
     if inplace_state:
         if initial_state is None or not initial_state.is_contiguous():
             got = "None" if initial_state is None else f"strides {initial_state.stride()}"
             raise ValueError(f"`inplace_state` needs a contiguous `initial_state` to write to, got {got}.")
-        tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
-        return kda_recurrent_inplace_op(*tensors, gate_lower_bound, scale), initial_state
-    tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
-    o, *final = kda_recurrent_op(*tensors, gate_lower_bound, scale, output_final_state)
+        run_inplace = kda_recurrent_inplace_op if compiling else _run_inplace
+        return run_inplace(*tensors, gate_lower_bound, scale), initial_state
+    run = kda_recurrent_op if compiling else _run
+    o, *final = run(*tensors, gate_lower_bound, scale, output_final_state)
     return o, final[0] if final else None

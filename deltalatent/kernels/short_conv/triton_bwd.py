@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton kernels of the short convolution, backward.
 
-A program walks forward in time over `chunk` tokens of one block of channels with the window of inputs and of output
-gradients in registers, so that every value is read once and every sigmoid is computed once. It recomputes the
+A program walks over `chunk` tokens of one block of channels with the window of inputs and of gradients in registers,
+so that every value is read once and every sigmoid is computed once. It recomputes the
 convolution instead of reading it. Weight gradients leave as one partial sum per program and are added up afterwards in
 a fixed order: no atomics, repeated runs are equal to the bit. Conventions as in `triton_fwd.py`.
 """
@@ -15,13 +15,14 @@ import triton.language as tl
 from deltalatent.kernels.short_conv.triton_fwd import (
     TAPS,
     StreamLayout,
+    load_first,
+    load_row,
     load_tap,
     locate_documents,
     select_stream,
+    tokens_per_program,
+    window,
 )
-
-# Programs of two warps that fill the largest current chips about twice.
-FILLING_PROGRAMS = 8192
 
 
 @triton.jit
@@ -35,24 +36,32 @@ def activation_gradient(pre, SILU: tl.constexpr):
 
 
 @triton.jit
-def load_row(pointer, t, stride_t, channel, in_stream, T):
-    """One token of a [T, D] tensor in float32; zero outside the row."""
-    present = in_stream & (t >= 0) & (t < T)
-    return tl.load(pointer + t.to(tl.int64) * stride_t + channel, mask=present, other=0.0).to(tl.float32)
+def backward_row(
+    x_0, x_1, x_2, x_3, g_1, g_2, g_3, dy_0, first, first_1, first_2,
+    k0, k1, k2, k3, dx, state, document, row, t, begin, channel, in_stream, D, T,
+    W: tl.constexpr, SILU: tl.constexpr, PACKED: tl.constexpr, HAS_STATE: tl.constexpr,
+):  # fmt: skip
+    """Recompute token t; complete and store the input gradient of token t - 3.
 
-
-@triton.jit
-def earlier_input(value, state, t, first, n, channel, in_stream, D, j: tl.constexpr, W: tl.constexpr, HAS_STATE: tl.constexpr):  # noqa: E501
-    """Input under tap j of token t: `value` if it belongs to the document, else the state, else zero."""
-    place = t - first + j
-    inside = place >= 3
-    result = tl.where(inside, value, 0.0)
-    if HAS_STATE:
-        # Slack has its start behind itself, so that its place is negative.
-        from_state = (place < 3) & (t >= first) & (j >= 4 - W)
-        pointer = state + (n * D + channel) * (W - 1) + (place - 4 + W)
-        result += tl.load(pointer, mask=in_stream & from_state, other=0.0).to(tl.float32)
-    return result
+    `g_1`, `g_2`, `g_3` are gradients before the activation of the tokens before t, `first_1`, `first_2` the first
+    tokens of their documents: a token passes nothing back to another document.
+    """
+    v_1, v_2, v_3 = window(
+        x_1, x_2, x_3, state, document, row, t, first, channel, in_stream, D, T, W, PACKED, HAS_STATE
+    )
+    g_0 = dy_0 * activation_gradient(k0 * v_3 + k1 * v_2 + k2 * v_1 + k3 * x_0, SILU)
+    target = t - 3
+    if PACKED:
+        g_0 = tl.where(t >= first, g_0, 0.0)
+        result = k3 * g_3
+        result += tl.where(first_2 <= target, k2 * g_2, 0.0)
+        result += tl.where(first_1 <= target, k1 * g_1, 0.0)
+        result += tl.where(first <= target, k0 * g_0, 0.0)
+    else:
+        result = k3 * g_3 + k2 * g_2 + k1 * g_1 + k0 * g_0
+    mask = in_stream & (target >= begin) & (target < T)
+    tl.store(dx + target.to(tl.int64) * D + channel, result.to(dx.dtype.element_ty), mask=mask)
+    return g_0, v_1, v_2, v_3
 
 
 @triton.jit
@@ -98,8 +107,6 @@ def short_conv_backward_kernel(
     x += row * stride_b
     dy += row * T * D
     dx += row * T * D
-    # Inputs of the three tokens before, and gradients before the activation of the three tokens before with the first
-    # token of their documents: a later token of another document passes nothing back.
     x_1 = load_row(x, begin - 1, stride_t, channel, in_stream, T)
     x_2 = load_row(x, begin - 2, stride_t, channel, in_stream, T)
     x_3 = load_row(x, begin - 3, stride_t, channel, in_stream, T)
@@ -112,43 +119,91 @@ def short_conv_backward_kernel(
     dk1 = tl.zeros([BD], tl.float32)
     dk2 = tl.zeros([BD], tl.float32)
     dk3 = tl.zeros([BD], tl.float32)
-
-    # The last three steps only complete the gradients of the tokens before them.
-    for i in range(chunk + 3):
+    for i in range(0, chunk, 4):
         t = begin + i
-        x_0 = load_row(x, t, stride_t, channel, in_stream, T)
-        dy_0 = load_row(dy, t, D, channel, in_stream, T)
-        first = t * 0
-        n = row
-        if PACKED:
-            first = tl.load(start + t, mask=t < T, other=0)
-            if HAS_STATE:
-                n = tl.load(document + t, mask=t < T, other=0).to(tl.int64)
-        v_1 = earlier_input(x_1, state, t, first, n, channel, in_stream, D, 2, W, HAS_STATE)
-        v_2 = earlier_input(x_2, state, t, first, n, channel, in_stream, D, 1, W, HAS_STATE)
-        v_3 = earlier_input(x_3, state, t, first, n, channel, in_stream, D, 0, W, HAS_STATE)
-        pre = k0 * v_3 + k1 * v_2 + k2 * v_1 + k3 * x_0
-        g_0 = tl.where(t >= first, dy_0 * activation_gradient(pre, SILU), 0.0)
-        if i < chunk:
-            dk0 += g_0 * v_3
-            dk1 += g_0 * v_2
-            dk2 += g_0 * v_1
-            dk3 += g_0 * x_0
-        target = t - 3
-        result = k3 * g_3
-        result += tl.where(first_2 <= target, k2 * g_2, 0.0)
-        result += tl.where(first_1 <= target, k1 * g_1, 0.0)
-        result += tl.where(first <= target, k0 * g_0, 0.0)
-        mask = in_stream & (target >= begin) & (target < T)
-        tl.store(dx + target.to(tl.int64) * D + channel, result.to(dx.dtype.element_ty), mask=mask)
-        x_3 = x_2
-        x_2 = x_1
-        x_1 = x_0
-        g_3 = g_2
-        g_2 = g_1
-        g_1 = g_0
-        first_2 = first_1
-        first_1 = first
+        x_a = load_row(x, t, stride_t, channel, in_stream, T)
+        x_b = load_row(x, t + 1, stride_t, channel, in_stream, T)
+        x_c = load_row(x, t + 2, stride_t, channel, in_stream, T)
+        x_d = load_row(x, t + 3, stride_t, channel, in_stream, T)
+        dy_a = load_row(dy, t, D, channel, in_stream, T)
+        dy_b = load_row(dy, t + 1, D, channel, in_stream, T)
+        dy_c = load_row(dy, t + 2, D, channel, in_stream, T)
+        dy_d = load_row(dy, t + 3, D, channel, in_stream, T)
+        first_a = load_first(start, t, T, PACKED)
+        first_b = load_first(start, t + 1, T, PACKED)
+        first_c = load_first(start, t + 2, T, PACKED)
+        first_d = load_first(start, t + 3, T, PACKED)
+        g_a, v_1, v_2, v_3 = backward_row(
+            x_a, x_1, x_2, x_3, g_1, g_2, g_3, dy_a, first_a, first_1, first_2,
+            k0, k1, k2, k3, dx, state, document, row, t, begin, channel, in_stream, D, T,
+            W, SILU, PACKED, HAS_STATE,
+        )  # fmt: skip
+        dk0 += g_a * v_3
+        dk1 += g_a * v_2
+        dk2 += g_a * v_1
+        dk3 += g_a * x_a
+        g_b, v_1, v_2, v_3 = backward_row(
+            x_b, x_a, x_1, x_2, g_a, g_1, g_2, dy_b, first_b, first_a, first_1,
+            k0, k1, k2, k3, dx, state, document, row, t + 1, begin, channel, in_stream, D, T,
+            W, SILU, PACKED, HAS_STATE,
+        )  # fmt: skip
+        dk0 += g_b * v_3
+        dk1 += g_b * v_2
+        dk2 += g_b * v_1
+        dk3 += g_b * x_b
+        g_c, v_1, v_2, v_3 = backward_row(
+            x_c, x_b, x_a, x_1, g_b, g_a, g_1, dy_c, first_c, first_b, first_a,
+            k0, k1, k2, k3, dx, state, document, row, t + 2, begin, channel, in_stream, D, T,
+            W, SILU, PACKED, HAS_STATE,
+        )  # fmt: skip
+        dk0 += g_c * v_3
+        dk1 += g_c * v_2
+        dk2 += g_c * v_1
+        dk3 += g_c * x_c
+        g_d, v_1, v_2, v_3 = backward_row(
+            x_d, x_c, x_b, x_a, g_c, g_b, g_a, dy_d, first_d, first_c, first_b,
+            k0, k1, k2, k3, dx, state, document, row, t + 3, begin, channel, in_stream, D, T,
+            W, SILU, PACKED, HAS_STATE,
+        )  # fmt: skip
+        dk0 += g_d * v_3
+        dk1 += g_d * v_2
+        dk2 += g_d * v_1
+        dk3 += g_d * x_d
+        x_1 = x_d
+        x_2 = x_c
+        x_3 = x_b
+        g_1 = g_d
+        g_2 = g_c
+        g_3 = g_b
+        first_1 = first_d
+        first_2 = first_c
+
+    # Three more tokens complete the gradients of the last ones; they count for the next program's weights.
+    t = begin + chunk
+    x_a = load_row(x, t, stride_t, channel, in_stream, T)
+    x_b = load_row(x, t + 1, stride_t, channel, in_stream, T)
+    x_c = load_row(x, t + 2, stride_t, channel, in_stream, T)
+    dy_a = load_row(dy, t, D, channel, in_stream, T)
+    dy_b = load_row(dy, t + 1, D, channel, in_stream, T)
+    dy_c = load_row(dy, t + 2, D, channel, in_stream, T)
+    first_a = load_first(start, t, T, PACKED)
+    first_b = load_first(start, t + 1, T, PACKED)
+    first_c = load_first(start, t + 2, T, PACKED)
+    g_a, v_1, v_2, v_3 = backward_row(
+        x_a, x_1, x_2, x_3, g_1, g_2, g_3, dy_a, first_a, first_1, first_2,
+        k0, k1, k2, k3, dx, state, document, row, t, begin, channel, in_stream, D, T,
+        W, SILU, PACKED, HAS_STATE,
+    )  # fmt: skip
+    g_b, v_1, v_2, v_3 = backward_row(
+        x_b, x_a, x_1, x_2, g_a, g_1, g_2, dy_b, first_b, first_a, first_1,
+        k0, k1, k2, k3, dx, state, document, row, t + 1, begin, channel, in_stream, D, T,
+        W, SILU, PACKED, HAS_STATE,
+    )  # fmt: skip
+    g_c, v_1, v_2, v_3 = backward_row(
+        x_c, x_b, x_a, x_1, g_b, g_a, g_1, dy_c, first_c, first_b, first_a,
+        k0, k1, k2, k3, dx, state, document, row, t + 2, begin, channel, in_stream, D, T,
+        W, SILU, PACKED, HAS_STATE,
+    )  # fmt: skip
 
     # Partial sums [program, tap, channel of all blocks].
     part = row * tl.num_programs(1) + tl.program_id(1)
@@ -270,16 +325,12 @@ def short_conv_backward(
     dxs = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in xs]
     dstates = [torch.empty_like(state) for state in states]
 
-    block_d = 256
+    block_d = 128
     layout = StreamLayout(xs, block_d)
     if batch_size == 0 or total == 0:
         dweights = [torch.zeros_like(weight) for weight in weights]
     else:
-        # Long walks write fewer partial sums; short ones are for inputs that would leave the chip idle otherwise.
-        chunk = 64
-        while chunk < 256 and layout.num_blocks * batch_size * triton.cdiv(total, 2 * chunk) >= FILLING_PROGRAMS:
-            chunk *= 2
-        chunk = min(chunk, total)
+        chunk = tokens_per_program(total, layout.num_blocks * batch_size, shortest=32, longest=128)
         start = document = xs[0]
         if packed:
             start, document = locate_documents(cu_seqlens, total)
@@ -290,7 +341,7 @@ def short_conv_backward(
         short_conv_backward_kernel[(layout.num_blocks, parts, batch_size)](
             *layout.pad(xs), *layout.pad(weights), *layout.pad(dys), *layout.pad(dxs), *layout.pad(states or xs),
             partial, start, document, *layout.sizes_and_strides(xs), total, chunk,
-            W=width, SILU=silu, PACKED=packed, HAS_STATE=bool(states), BD=block_d, num_warps=2,
+            W=width, SILU=silu, PACKED=packed, HAS_STATE=bool(states), BD=block_d, num_warps=1,
         )  # fmt: skip
         summed = partial.sum(0)[TAPS - width :]  # [W, channels of all blocks]
         dweights = []
@@ -303,6 +354,6 @@ def short_conv_backward(
             *layout.pad(states or xs), *layout.pad(dstates or xs), *layout.pad(dfinals or xs),
             cu_seqlens if packed else xs[0], *layout.sizes_and_strides(xs), total,
             W=width, SILU=silu, PACKED=packed, HAS_STATE=bool(states), HAS_DFINAL=bool(dfinals),
-            BD=block_d, num_warps=4,
+            BD=block_d, num_warps=1,
         )  # fmt: skip
     return dxs, dweights, dstates

@@ -15,6 +15,8 @@ import triton.language as tl
 
 TAPS = 4
 MAX_STREAMS = 3
+# Programs of one warp that fill the largest current chips a few times.
+FILLING_PROGRAMS = 16384
 
 
 @triton.jit
@@ -27,6 +29,48 @@ def select_stream(block, first_of_1, first_of_2, p0, p1, p2):
 def load_tap(weight, channel, in_stream, j: tl.constexpr, W: tl.constexpr):
     """Tap j of four, float32 [BD]; zero where the stream has fewer."""
     return tl.load(weight + channel * W + (j - 4 + W), mask=in_stream & (j >= 4 - W), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_row(pointer, t, stride_t, channel, in_stream, T):
+    """One token of a [T, D] tensor in float32 [BD]; zero outside the row."""
+    present = in_stream & (t >= 0) & (t < T)
+    return tl.load(pointer + t.to(tl.int64) * stride_t + channel, mask=present, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_first(start, t, T, PACKED: tl.constexpr):
+    """First token of the document of token t."""
+    first = t * 0
+    if PACKED:
+        first = tl.load(start + t, mask=t < T, other=0)
+    return first
+
+
+@triton.jit
+def window(
+    x_1, x_2, x_3, state, document, row, t, first, channel, in_stream, D, T,
+    W: tl.constexpr, PACKED: tl.constexpr, HAS_STATE: tl.constexpr,
+):  # fmt: skip
+    """Inputs one, two and three tokens before t: those of its document, before them the state, or zero."""
+    age = t - first  # tokens of the document before this one; negative for slack
+    v_1 = x_1
+    v_2 = x_2
+    v_3 = x_3
+    if PACKED:
+        v_1 = tl.where(age >= 1, x_1, 0.0)
+        v_2 = tl.where(age >= 2, x_2, 0.0)
+        v_3 = tl.where(age >= 3, x_3, 0.0)
+    if HAS_STATE:
+        if (age < 3) & (age >= 0) & (t < T):
+            n = row
+            if PACKED:
+                n = tl.load(document + t).to(tl.int64)
+            slot = state + (n * D + channel) * (W - 1) + (age + W - 4)
+            v_1 += tl.load(slot + 2, mask=in_stream & (age < 1), other=0.0).to(tl.float32)
+            v_2 += tl.load(slot + 1, mask=in_stream & (age < 2) & (W > 2), other=0.0).to(tl.float32)
+            v_3 += tl.load(slot, mask=in_stream & (W > 3), other=0.0).to(tl.float32)
+    return v_1, v_2, v_3
 
 
 @triton.jit
@@ -48,6 +92,24 @@ def locate_documents_kernel(cu_seqlens, start, document, T, N, steps, BT: tl.con
 
 
 @triton.jit
+def forward_row(
+    x_0, x_1, x_2, x_3, k0, k1, k2, k3, y, state, start, document, row, t, channel, in_stream, D, T,
+    W: tl.constexpr, SILU: tl.constexpr, PACKED: tl.constexpr, HAS_STATE: tl.constexpr,
+):  # fmt: skip
+    """Output of one token."""
+    first = load_first(start, t, T, PACKED)
+    v_1, v_2, v_3 = window(
+        x_1, x_2, x_3, state, document, row, t, first, channel, in_stream, D, T, W, PACKED, HAS_STATE
+    )
+    result = k0 * v_3 + k1 * v_2 + k2 * v_1 + k3 * x_0
+    if SILU:
+        result *= tl.sigmoid(result)
+    if PACKED:
+        result = tl.where(t >= first, result, 0.0)
+    tl.store(y + t.to(tl.int64) * D + channel, result.to(y.dtype.element_ty), mask=in_stream & (t < T))
+
+
+@triton.jit
 def short_conv_forward_kernel(
     x0, x1, x2,
     weight0, weight1, weight2,
@@ -60,15 +122,16 @@ def short_conv_forward_kernel(
     stride_t0, stride_t1, stride_t2,
     T,
     num_blocks,
+    chunk,
     W: tl.constexpr,
     SILU: tl.constexpr,
     PACKED: tl.constexpr,
     HAS_STATE: tl.constexpr,
-    BT: tl.constexpr,
     BD: tl.constexpr,
 ):  # fmt: skip
+    """A program walks over `chunk` tokens (a multiple of 4) of a block of channels, the window in registers."""
     block = tl.program_id(0) % num_blocks
-    t = tl.program_id(0) // num_blocks * BT + tl.arange(0, BT)
+    begin = tl.program_id(0) // num_blocks * chunk
     row = tl.program_id(1).to(tl.int64)
     x = select_stream(block, first_of_1, first_of_2, x0, x1, x2)
     weight = select_stream(block, first_of_1, first_of_2, weight0, weight1, weight2)
@@ -80,45 +143,42 @@ def short_conv_forward_kernel(
 
     channel = (block - select_stream(block, first_of_1, first_of_2, 0, first_of_1, first_of_2)) * BD + tl.arange(0, BD)
     in_stream = channel < D
-    in_row = t < T
-    first = tl.zeros([BT], tl.int32)
-    if PACKED:
-        first = tl.load(start + t, mask=in_row, other=0)
+    k0 = load_tap(weight, channel, in_stream, 0, W)
+    k1 = load_tap(weight, channel, in_stream, 1, W)
+    k2 = load_tap(weight, channel, in_stream, 2, W)
+    k3 = load_tap(weight, channel, in_stream, 3, W)
 
     x += row * stride_b
-    accumulator = tl.zeros([BT, BD], tl.float32)
-    for j in tl.static_range(4 - W, 4):
-        source = t + (j - 3)
-        tap = load_tap(weight, channel, in_stream, j, W)
-        present = in_row & (source >= first)
-        value = tl.load(
-            x + source.to(tl.int64)[:, None] * stride_t + channel[None, :],
-            mask=present[:, None] & in_stream[None, :],
-            other=0.0,
-        )
-        accumulator += value.to(tl.float32) * tap[None, :]
-
-    if HAS_STATE:
-        # Only tiles that hold one of the first W-1 tokens of a document look at the state.
-        early = in_row & (t >= first) & (t - first < W - 1)
-        if tl.max(early.to(tl.int32), axis=0) > 0:
-            n = tl.zeros([BT], tl.int64) + row
-            if PACKED:
-                n = tl.load(document + t, mask=early, other=0).to(tl.int64)
-            for j in tl.static_range(4 - W, 3):
-                place = t - first + j  # window place seen from the start of the document
-                tap = load_tap(weight, channel, in_stream, j, W)
-                value = tl.load(
-                    state + (n[:, None] * D + channel[None, :]) * (W - 1) + (place - 4 + W)[:, None],
-                    mask=(early & (place < 3))[:, None] & in_stream[None, :],
-                    other=0.0,
-                )
-                accumulator += value.to(tl.float32) * tap[None, :]
-
-    if SILU:
-        accumulator = accumulator * tl.sigmoid(accumulator)
-    target = y + (row * T + t)[:, None] * D + channel[None, :]
-    tl.store(target, accumulator.to(y.dtype.element_ty), mask=in_row[:, None] & in_stream[None, :])
+    y += row * T * D
+    x_1 = load_row(x, begin - 1, stride_t, channel, in_stream, T)
+    x_2 = load_row(x, begin - 2, stride_t, channel, in_stream, T)
+    x_3 = load_row(x, begin - 3, stride_t, channel, in_stream, T)
+    # Four tokens at a time: their loads are under way together, and the window moves on by renaming.
+    for i in range(0, chunk, 4):
+        t = begin + i
+        x_a = load_row(x, t, stride_t, channel, in_stream, T)
+        x_b = load_row(x, t + 1, stride_t, channel, in_stream, T)
+        x_c = load_row(x, t + 2, stride_t, channel, in_stream, T)
+        x_d = load_row(x, t + 3, stride_t, channel, in_stream, T)
+        forward_row(
+            x_a, x_1, x_2, x_3, k0, k1, k2, k3, y, state, start, document, row, t, channel, in_stream, D, T,
+            W, SILU, PACKED, HAS_STATE,
+        )  # fmt: skip
+        forward_row(
+            x_b, x_a, x_1, x_2, k0, k1, k2, k3, y, state, start, document, row, t + 1, channel, in_stream, D, T,
+            W, SILU, PACKED, HAS_STATE,
+        )  # fmt: skip
+        forward_row(
+            x_c, x_b, x_a, x_1, k0, k1, k2, k3, y, state, start, document, row, t + 2, channel, in_stream, D, T,
+            W, SILU, PACKED, HAS_STATE,
+        )  # fmt: skip
+        forward_row(
+            x_d, x_c, x_b, x_a, k0, k1, k2, k3, y, state, start, document, row, t + 3, channel, in_stream, D, T,
+            W, SILU, PACKED, HAS_STATE,
+        )  # fmt: skip
+        x_1 = x_d
+        x_2 = x_c
+        x_3 = x_b
 
 
 @triton.jit
@@ -248,6 +308,18 @@ class StreamLayout:
         ]
 
 
+def tokens_per_program(total: int, walks: int, shortest: int, longest: int) -> int:
+    """Length of the walk of one program in tokens, a multiple of 4.
+
+    Long walks re-read less of the window before them and write fewer partial sums; shorter ones fill the chip when
+    there are few channels and rows. Depends on shapes only, so that the order of summation is always the same.
+    """
+    chunk = longest
+    while chunk > shortest and walks * triton.cdiv(total, chunk) < FILLING_PROGRAMS:
+        chunk //= 2
+    return min(chunk, triton.cdiv(total, 4) * 4)
+
+
 def locate_documents(cu_seqlens: torch.Tensor, total: int) -> tuple[torch.Tensor, torch.Tensor]:
     """First token and index of the document of every token of a packed row, int32 [T] each, in one launch."""
     num_documents = cu_seqlens.numel() - 1
@@ -276,14 +348,15 @@ def short_conv_forward(
     start = document = xs[0]
     if cu_seqlens is not None:
         start, document = locate_documents(cu_seqlens, total)
-    block_t, block_d = 32, 128
+    block_d = 128
     layout = StreamLayout(xs, block_d)
-    grid = (layout.num_blocks * triton.cdiv(total, block_t), batch_size)
+    chunk = tokens_per_program(total, layout.num_blocks * batch_size, shortest=16, longest=64)
+    grid = (layout.num_blocks * triton.cdiv(total, chunk), batch_size)
     short_conv_forward_kernel[grid](
         *layout.pad(xs), *layout.pad(weights), *layout.pad(ys), *layout.pad(states or xs), start, document,
-        *layout.sizes_and_strides(xs), total, layout.num_blocks,
+        *layout.sizes_and_strides(xs), total, layout.num_blocks, chunk,
         W=weights[0].shape[2], SILU=silu, PACKED=cu_seqlens is not None, HAS_STATE=bool(states),
-        BT=block_t, BD=block_d, num_warps=4,
+        BD=block_d, num_warps=1,
     )  # fmt: skip
     return ys
 
