@@ -105,8 +105,8 @@ class ParameterCount:
 
     Attributes:
         total: All of them, embedding and head included.
-        active: Those that one token uses: `num_experts_per_token` of the routed experts, and everything else. The whole
-            input embedding is included (the release's 104 B leave it out).
+        active: Those that one token uses: `num_experts_per_token` of the routed experts, and everything else. The
+            whole input embedding is included (the release's 104 B leave it out).
     """
 
     total: int

@@ -83,8 +83,8 @@ class ExpertsConverter(WeightConverter):
 
     def convert(self, layer_name, model=None, config=None, hf_quantizer=None, loading_info=None):
         """Raises ValueError if an expert is missing, supernumerary, or shaped unlike the others; it is named."""
-        # The reverse, without `loading_info`, converts one fused parameter. Copies of this converter with other patterns
-        # (PEFT makes them for adapters, quantizers for scales) collect other tensors than the experts' weights.
+        # The reverse, without `loading_info`, converts one fused parameter. Copies of this converter with other
+        # patterns (PEFT makes them for adapters, quantizers for scales) collect other tensors than experts' weights.
         if loading_info is not None and all(pattern.endswith(".weight") for pattern in self.source_patterns):
             self._check_names(config.get_text_config().num_experts)
         return super().convert(layer_name, model, config, hf_quantizer, loading_info)

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 def shortened(names: Iterable[str], limit: int = 8) -> str:
     """`a, b, c, ... (12 in all)`, in natural order."""
-    ordered = sorted(names, key=lambda name: [part.zfill(8) for part in name.split(".")])
+    ordered = sorted(names, key=lambda name: [part.zfill(8) if part.isdigit() else part for part in name.split(".")])
     return ", ".join(ordered[:limit]) + (f", ... ({len(ordered)} in all)" if len(ordered) > limit else "")
 
 

@@ -37,7 +37,7 @@ def built_counts(model: KimiK3ForCausalLM) -> tuple[int, int]:
     for name, parameter in model.named_parameters():
         total += parameter.numel()
         share = config.num_experts_per_token / config.num_experts if ".experts." in name else 1
-        active += int(parameter.numel() * share)
+        active += round(parameter.numel() * share)
     return total, active
 
 
