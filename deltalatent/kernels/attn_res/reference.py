@@ -53,11 +53,33 @@ def attention_residual_mix(sources: Sequence[Tensor], query: Tensor, eps: float)
             f"`query` must have shape {(shape[-1],)}, got {tuple(query.shape)}: pass the product of norm and "
             "projection weights as a vector."
         )
+    if not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, *sources))):
+        # `torch.compile` cannot trace the function below where nothing needs a gradient.
+        return _fold(query, eps, sources)
     return _AttentionResidualMix.apply(query, eps, *sources)
 
 
 def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
+
+
+def _fold(query: Tensor, eps: float, sources: Sequence[Tensor]) -> Tensor:
+    acc = _accumulation_dtype(sources[0].dtype)
+    w = query.to(acc)
+
+    highest = denominator = mixed = None
+    for source in sources:
+        s = source.to(acc)
+        score = (s @ w) * torch.rsqrt(s.square().mean(-1) + eps)
+        if highest is None:
+            highest, denominator, mixed = score, torch.ones_like(score), s
+            continue
+        new_highest = torch.maximum(highest, score)
+        old_share, share = torch.exp(highest - new_highest), torch.exp(score - new_highest)
+        mixed = torch.addcmul(mixed * old_share[..., None], s, share[..., None])
+        denominator = denominator * old_share + share
+        highest = new_highest
+    return (mixed / denominator[..., None]).to(sources[0].dtype)
 
 
 class _AttentionResidualMix(torch.autograd.Function):
@@ -67,22 +89,7 @@ class _AttentionResidualMix(torch.autograd.Function):
     def forward(ctx, query: Tensor, eps: float, *sources: Tensor) -> Tensor:
         ctx.save_for_backward(query, *sources)
         ctx.eps = eps
-        acc = _accumulation_dtype(sources[0].dtype)
-        w = query.to(acc)
-
-        highest = denominator = mixed = None
-        for source in sources:
-            s = source.to(acc)
-            score = (s @ w) * torch.rsqrt(s.square().mean(-1) + eps)
-            if highest is None:
-                highest, denominator, mixed = score, torch.ones_like(score), s
-                continue
-            new_highest = torch.maximum(highest, score)
-            old_share, share = torch.exp(highest - new_highest), torch.exp(score - new_highest)
-            mixed = torch.addcmul(mixed * old_share[..., None], s, share[..., None])
-            denominator = denominator * old_share + share
-            highest = new_highest
-        return (mixed / denominator[..., None]).to(sources[0].dtype)
+        return _fold(query, eps, sources)
 
     @staticmethod
     @once_differentiable
