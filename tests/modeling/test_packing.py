@@ -115,7 +115,7 @@ def test_packed_is_apart_in_float32_with_recomputation() -> None:
     plain = model(torch.cat(rows)[None], position_ids=restarting(lengths)).logits[0]
     assert_close(plain, apart(model, rows), 5e-5)
     expected = gradients(model, plain.square().sum())
-    model.gradient_checkpointing_enable()
+    model.activation_checkpointing_enable()
     again = model(torch.cat(rows)[None], position_ids=restarting(lengths)).logits[0]
     assert_gradients_close(gradients(model, again.square().sum()), expected)
 
