@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import copyreg
 from typing import Any
 
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig
@@ -17,7 +18,14 @@ from deltalatent.configuration.configuration_kimi_k3 import (
 )
 
 
-class KimiLinearFile:
+class _PredecessorByDefault(type):
+    """Class whose attributes, where it does not have its own, are those of `KimiLinearConfig`."""
+
+    def __getattr__(cls, name: str) -> Any:
+        return getattr(KimiLinearConfig, name)
+
+
+class KimiLinearFile(metaclass=_PredecessorByDefault):
     """What `model_type: kimi_linear` stands for: released text folders of this architecture carry the predecessor's
     type.
 
@@ -37,6 +45,14 @@ class KimiLinearFile:
         """Build the configuration that the parsed file means; arguments as in `PreTrainedConfig.from_dict`."""
         is_ours = has_fields_of_this_architecture(config_dict)
         return (KimiK3TextConfig if is_ours else KimiLinearConfig).from_dict(config_dict, **kwargs)
+
+
+def _kimi_linear_file() -> type[KimiLinearFile]:
+    return KimiLinearFile
+
+
+# Pickle looks a class up by its `__module__`, where this one is not; `CONFIG_MAPPING` must stay picklable.
+copyreg.pickle(_PredecessorByDefault, lambda cls: (_kimi_linear_file, ()))
 
 
 def register() -> None:
