@@ -17,6 +17,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from deltalatent import KimiK3ForCausalLM, KimiK3TextConfig, size_config
+from deltalatent.modeling.latent_moe import KimiK3TopKRouter
+from deltalatent.modeling.modeling_kimi_k3 import KimiK3DecoderLayer
+from deltalatent.modeling.norms import KimiK3RMSNorm
 
 GOLDEN = Path(__file__).parent / "data" / "golden"
 TEXT_FIXTURES = ("text_bf16layout", "text_leftpad", "text_long")
@@ -220,3 +223,48 @@ def golden(name: str) -> Golden:
 def load_golden_model(name: str, model_class: Callable[..., Any] = KimiK3ForCausalLM, **kwargs: Any) -> Any:
     """The fixture's checkpoint through `from_pretrained`, float32 unless `dtype` says otherwise, in eval mode."""
     return model_class.from_pretrained(GOLDEN / name, **({"dtype": torch.float32} | kwargs)).eval()
+
+
+def round_to_bf16_(model: nn.Module) -> nn.Module:
+    """Let linear maps of a float32 model round what they take, and they, norms and layers what they return, to bf16.
+
+    That much rounding every bf16 model does: its error is the scale against which a real one is measured.
+    """
+
+    def rounded(output: Any) -> Any:
+        if isinstance(output, Tensor):
+            return output.to(torch.bfloat16).to(output.dtype)
+        return (rounded(output[0]), *output[1:])
+
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_pre_hook(lambda module, args: tuple(rounded(arg) for arg in args))
+        if isinstance(module, nn.Linear | KimiK3RMSNorm | KimiK3DecoderLayer):
+            module.register_forward_hook(lambda module, args, output: rounded(output))
+    return model
+
+
+def follow_routing_(leader: nn.Module, *followers: nn.Module) -> None:
+    """From now on let tokens of `followers` visit the experts that they visited in the last forward of `leader`.
+
+    Rounding now and then sends a token to other experts, and this one and all later ones far off; that says nothing
+    about arithmetic, so comparisons in low precision keep the experts and test the choice on its own.
+    """
+    for routers in zip(*(_routers(model) for model in (leader, *followers)), strict=True):
+        routers[0].register_forward_hook(
+            lambda module, args, output: setattr(module, "last_choice", (output.top_k_index, output.cutoff))
+        )
+        for follower in routers[1:]:
+            follower._choose = lambda biased, first=routers[0]: first.last_choice
+
+
+def _routers(model: nn.Module) -> list[KimiK3TopKRouter]:
+    return [module for module in model.modules() if isinstance(module, KimiK3TopKRouter)]
+
+
+def typical_error(actual: Tensor, expected: Tensor) -> float:
+    """Root mean square of the difference over the last axis, then the median over tokens [..., D], in float64.
+
+    The median, because a read-out is normalised however tiny it is: some tokens are far off for good reason.
+    """
+    return (actual.detach().double() - expected.detach().double()).square().mean(-1).sqrt().median().item()

@@ -17,8 +17,16 @@ from transformers import GenerationConfig
 
 from deltalatent.modeling.latent_moe import KimiK3TopKRouter
 from deltalatent.modeling.modeling_kimi_k3 import KimiK3DecoderLayer
-from deltalatent.modeling.norms import KimiK3RMSNorm
-from tests.testing_common import TEXT_FIXTURES, Golden, golden, load_golden_model, max_error
+from tests.testing_common import (
+    TEXT_FIXTURES,
+    Golden,
+    follow_routing_,
+    golden,
+    load_golden_model,
+    max_error,
+    round_to_bf16_,
+    typical_error,
+)
 
 LOGITS, HIDDEN, LOSS, GRADIENT, CACHE = 1e-4, 2e-4, 1e-5, 1e-3, 1e-4
 
@@ -172,34 +180,20 @@ def test_cache_after_the_prompt(case: Golden, chunk: int | None) -> None:
 
 
 def test_bf16_is_as_good_as_rounding_allows(case: Golden) -> None:
-    """No more than twice the error of the float32 model whose linear maps, norms and layers round what they return.
-
-    Compared by the median over tokens: in either model rounding sends a few tokens to other experts, far off.
-    """
-    rounded = load(case)
-    for module in rounded.modules():
-        if isinstance(module, nn.Linear | KimiK3RMSNorm | KimiK3DecoderLayer):
-            module.register_forward_hook(lambda module, args, output: round_to_bf16(output))
+    """No more than twice the error of the float32 model in which linear maps, norms and layers round."""
+    exact, half, rounded = load(case), load(case, dtype=torch.bfloat16), round_to_bf16_(load(case))
+    follow_routing_(exact, half, rounded)
     with torch.no_grad():
-        reference = rounded(**case.inputs).logits
-        output = load(case, dtype=torch.bfloat16)(**case.inputs, labels=case["labels"])
+        exact(**case.inputs)
+        output, reference = half(**case.inputs, labels=case["labels"]), rounded(**case.inputs).logits
     assert output.logits.dtype == torch.bfloat16
     assert torch.isfinite(output.loss)
 
-    def typical_error(logits: Tensor) -> float:
-        error = (logits.double() - case["logits"].double())[case.real]
-        return error.square().mean(-1).sqrt().median().item()
-
-    assert 0 < typical_error(output.logits) < 2 * typical_error(reference)
+    expected = case["logits"][case.real]
+    allowed = typical_error(reference[case.real], expected)
+    assert 0 < typical_error(output.logits[case.real], expected) < 2 * allowed
     # The band means something: at most 16 roundings per layer, each of 2^-9 and adding up like a random walk.
-    roundings = 16 * rounded.config.num_hidden_layers
-    assert typical_error(reference) < roundings**0.5 * 2**-9 * case["logits"][case.real].std().item()
-
-
-def round_to_bf16(output: Any) -> Any:
-    if isinstance(output, Tensor):
-        return output.to(torch.bfloat16).to(output.dtype)
-    return (round_to_bf16(output[0]), *output[1:])
+    assert allowed < (16 * exact.config.num_hidden_layers) ** 0.5 * 2**-9 * expected.std().item()
 
 
 def test_bf16_default_experts_run_at_any_width() -> None:
