@@ -1,0 +1,185 @@
+# Copyright 2026 The deltalatent authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Who may import whom (table in CONTRIBUTING.md), and what `import deltalatent` costs and leaves alone."""
+
+import ast
+import json
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SOURCES = sorted((ROOT / "deltalatent").rglob("*.py"))
+
+MAY_IMPORT = {  # room: rooms of ours it may use besides itself
+    "configuration": set(),
+    "kernels": set(),
+    "modeling": {"configuration", "kernels"},
+    "conversion": {"configuration", "kernels", "modeling"},
+    "training": {"configuration", "kernels", "modeling"},
+    "evaluation": {"configuration", "kernels", "modeling", "conversion", "training"},
+}
+OUTSIDE_FORBIDDEN = {"kernels": {"transformers", "huggingface_hub"}}
+
+
+class Import(NamedTuple):
+    line: int
+    name: str  # `from a.b import c` counts as a.b.c, which may be a module or something in it
+    relative: bool
+    at_import_time: bool  # neither in a function nor for type checkers only
+
+
+def imports_of(source: str) -> Iterator[Import]:
+    def walk(node: ast.AST, at_import_time: bool) -> Iterator[Import]:
+        for child in ast.iter_child_nodes(node):
+            deferred = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) or (
+                isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
+            )
+            if isinstance(child, ast.Import):
+                yield from (Import(child.lineno, a.name, False, at_import_time) for a in child.names)
+            elif isinstance(child, ast.ImportFrom):
+                for alias in child.names:
+                    name = f"{child.module or ''}.{alias.name}"
+                    yield Import(child.lineno, name, child.level > 0, at_import_time)
+            else:
+                yield from walk(child, at_import_time and not deferred)
+
+    return walk(ast.parse(source), True)
+
+
+def violations(path: Path, source: str) -> list[str]:
+    """Rules that the file `path` (relative to the repository) breaks, one message each."""
+    room = path.parts[1] if len(path.parts) > 2 else None
+    found = []
+    for line, name, relative, at_import_time in imports_of(source):
+        parts = name.split(".")
+        broken = None
+        if relative:
+            broken = "relative import: write the absolute name"
+        elif parts[0] == "triton" and not path.name.startswith("triton_"):
+            broken = "triton belongs in files named triton_*.py"
+        elif parts[0] == "torch" and room == "configuration" and at_import_time:
+            broken = "configuration must be importable without torch"
+        elif parts[0] in OUTSIDE_FORBIDDEN.get(room, ()):
+            broken = f"{room} must not use {parts[0]}"
+        elif parts[0] == "deltalatent":
+            target = parts[1]
+            launches_triton = any(part.startswith("triton_") for part in parts)
+            if launches_triton and room != "kernels":
+                broken = "use the operation's public function instead"
+            elif launches_triton and at_import_time and not path.name.startswith("triton_"):
+                broken = "import triton_*.py files inside the function that launches them"
+            elif room is not None and target not in MAY_IMPORT:
+                broken = "the rooms must not import the package's front door"
+            elif room is not None and target != room and target not in MAY_IMPORT[room]:
+                broken = f"{room} must not import {target}"
+            elif room not in {None, "kernels"} and target == "kernels" and len(parts) > 4:
+                broken = "import from deltalatent.kernels.<operation>, not from the files inside"
+        if broken:
+            found.append(f"{path}:{line}: {name}: {broken}")
+    return found
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_keep_their_direction(path):
+    assert violations(path.relative_to(ROOT), path.read_text()) == []
+
+
+def test_every_room_has_a_rule():
+    rooms = {path.relative_to(ROOT).parts[1] for path in SOURCES if path.parent != ROOT / "deltalatent"}
+    assert rooms <= MAY_IMPORT.keys()
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "message"),
+    [
+        ("deltalatent/modeling/a.py", "from . import b", "relative import"),
+        ("deltalatent/kernels/kda/api.py", "def f():\n    import triton.language as tl", "triton belongs in"),
+        ("deltalatent/configuration/a.py", "import torch", "importable without torch"),
+        ("deltalatent/kernels/kda/api.py", "from transformers import PreTrainedModel", "must not use transformers"),
+        ("deltalatent/kernels/kda/api.py", "import deltalatent.modeling", "kernels must not import modeling"),
+        ("deltalatent/configuration/a.py", "from deltalatent.kernels import kda", "configuration must not import"),
+        ("deltalatent/modeling/a.py", "from deltalatent import conversion", "modeling must not import conversion"),
+        ("deltalatent/modeling/a.py", "from deltalatent import KimiK3TextConfig", "front door"),
+        ("deltalatent/modeling/a.py", "from deltalatent.kernels.kda import triton_fwd", "public function instead"),
+        ("deltalatent/modeling/a.py", "from deltalatent.kernels.kda.reference import f", "not from the files inside"),
+        ("deltalatent/kernels/kda/autograd.py", "from deltalatent.kernels.kda import triton_fwd", "inside the"),
+        ("deltalatent/kernels/kda/api.py", "try:\n    import triton\nexcept ImportError:\n    pass", "triton belongs"),
+    ],
+)  # fmt: skip
+def test_a_broken_rule_is_found(path, source, message):
+    (found,) = violations(Path(path), source)
+    assert message in found and found.startswith(path)
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("deltalatent/configuration/a.py", "def f():\n    import torch"),
+        ("deltalatent/configuration/a.py", "if TYPE_CHECKING:\n    import torch"),
+        ("deltalatent/kernels/kda/triton_fwd.py", "import triton"),
+        ("deltalatent/kernels/kda/autograd.py", "def f():\n    from deltalatent.kernels.kda import triton_fwd"),
+        ("deltalatent/modeling/a.py", "from deltalatent.kernels.kda import kda_chunk"),
+        ("deltalatent/modeling/a.py", "from deltalatent.kernels.packing import document_index"),
+        ("deltalatent/__init__.py", "from deltalatent.conversion import mapping"),
+    ],
+)
+def test_a_kept_rule_is_not_reported(path, source):
+    assert violations(Path(path), source) == []
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
+def test_examples_use_public_names_and_stay_short(path):
+    source = path.read_text()
+    private = [i.name for i in imports_of(source) if any(part.startswith("_") for part in i.name.split("."))]
+    rooms = [i.name for i in imports_of(source) if i.name.startswith("deltalatent.") and len(i.name.split(".")) > 3]
+    assert private == rooms == []
+    assert len(source.splitlines()) <= 150
+
+
+def in_new_process(code: str) -> dict:
+    """Runs code that prints one JSON object last; returns that object."""
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def test_import_needs_neither_triton_nor_cuda():
+    """Everything but the Triton files themselves imports where Triton does not exist."""
+    modules = [
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        for path in SOURCES
+        if not path.name.startswith("triton_")
+    ]
+    state = in_new_process(f"""
+        import importlib, json, sys
+        sys.modules["triton"] = None  # importing it now raises
+        for name in {modules}:
+            importlib.import_module(name)
+        import torch
+        print(json.dumps({{"cuda": torch.cuda.is_initialized()}}))
+    """)
+    assert state == {"cuda": False}
+
+
+def test_import_adds_at_most_three_tenths_of_a_second_to_transformers():
+    """Processor time of our import after Transformers' model classes are there; the best of three new processes."""
+    seconds = [
+        in_new_process("""
+            import json, time
+            from transformers import AutoModelForCausalLM, PreTrainedModel
+            from transformers.generation import GenerationMixin
+            start = time.process_time()
+            import deltalatent
+            print(json.dumps(time.process_time() - start))
+        """)
+        for _ in range(3)
+    ]
+    assert min(seconds) <= 0.3, seconds
