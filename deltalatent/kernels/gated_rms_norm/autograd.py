@@ -39,16 +39,10 @@ class GatedRMSNormFunction(torch.autograd.Function):
         return *_backward(*ctx.saved_tensors, dy, ctx.eps), None
 
 
-@torch.library.custom_op("deltalatent::gated_rms_norm", mutates_args=())
-def gated_rms_norm_op(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    return _forward(x, gate, weight, eps)
-
-
-@torch.library.custom_op("deltalatent::gated_rms_norm_backward", mutates_args=())
-def gated_rms_norm_backward_op(
-    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor, eps: float
-) -> list[torch.Tensor]:
-    return _backward(x, gate, weight, dy, eps)
+gated_rms_norm_op = torch.library.custom_op("deltalatent::gated_rms_norm", _forward, mutates_args=())
+gated_rms_norm_backward_op = torch.library.custom_op(
+    "deltalatent::gated_rms_norm_backward", _backward, mutates_args=()
+)
 
 
 @gated_rms_norm_op.register_fake

@@ -10,7 +10,7 @@ does. Under `torch.compile` the same launches are opaque operators with shapes a
 | `deltalatent::short_conv(xs, weights, states, cu_seqlens, silu, final)` | ys + finals | yes |
 | `deltalatent::short_conv_backward(..., dys, dfinals, silu)` | dxs + dweights + dstates | no |
 | `deltalatent::short_conv_step(xs, weights, states, silu)` | ys + finals | no |
-| `deltalatent::short_conv_step_(xs, weights, states, silu)` | ys; states updated in place | no |
+| `deltalatent::short_conv_step_(xs, weights, states, ys, silu)` | writes states and ys | no |
 
 Lists have one entry for each stream (xs [B, T, D], weights [D, 1, W], states and finals [N, D, W-1]); `states` and
 `dfinals` may be empty. Saved for backward: all inputs and no output, the convolution is recomputed.
@@ -58,14 +58,26 @@ def _backward(
     return dxs + dweights + dstates
 
 
-def _step(xs: Tensors, weights: Tensors, states: Tensors, silu: bool, inplace: bool) -> Tensors:
+def _step(xs: Tensors, weights: Tensors, states: Tensors, silu: bool) -> Tensors:
     from deltalatent.kernels.short_conv.triton_fwd import short_conv_update
 
-    if inplace:
-        return short_conv_update(_ready(xs), _contiguous(weights), states, states, silu)
-    states = _contiguous(states)
-    finals = [torch.empty_like(state) for state in states]
-    return short_conv_update(_ready(xs), _contiguous(weights), states, finals, silu) + finals
+    ys, finals = _fresh_step(xs, states)
+    short_conv_update(_ready(xs), _contiguous(weights), _contiguous(states), finals, ys, silu)
+    return ys + finals
+
+
+def _step_inplace(xs: Tensors, weights: Tensors, states: Tensors, ys: Tensors, silu: bool) -> None:
+    from deltalatent.kernels.short_conv.triton_fwd import short_conv_update
+
+    short_conv_update(_ready(xs), _contiguous(weights), states, states, ys, silu)
+
+
+def _fresh_step(xs: Tensors, states: Tensors) -> tuple[Tensors, Tensors]:
+    return _fresh(xs), [x.new_empty(state.shape) for x, state in zip(xs, states, strict=True)]
+
+
+def _fresh(tensors: Tensors) -> Tensors:
+    return [torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in tensors]
 
 
 def _upstream(
@@ -107,38 +119,12 @@ class ShortConvolutionFunction(torch.autograd.Function):
         return None, None, None, None, *_backward(xs, weights, states, cu_seqlens, dys, dfinals, ctx.silu)
 
 
-@torch.library.custom_op("deltalatent::short_conv", mutates_args=())
-def short_conv_op(
-    xs: Tensors, weights: Tensors, states: Tensors, cu_seqlens: torch.Tensor | None, silu: bool, final: bool
-) -> Tensors:
-    return _forward(xs, weights, states, cu_seqlens, silu, final)
-
-
-@torch.library.custom_op("deltalatent::short_conv_backward", mutates_args=())
-def short_conv_backward_op(
-    xs: Tensors,
-    weights: Tensors,
-    states: Tensors,
-    cu_seqlens: torch.Tensor | None,
-    dys: Tensors,
-    dfinals: Tensors,
-    silu: bool,
-) -> Tensors:
-    return _backward(xs, weights, states, cu_seqlens, dys, dfinals, silu)
-
-
-@torch.library.custom_op("deltalatent::short_conv_step", mutates_args=())
-def short_conv_step_op(xs: Tensors, weights: Tensors, states: Tensors, silu: bool) -> Tensors:
-    return _step(xs, weights, states, silu, inplace=False)
-
-
-@torch.library.custom_op("deltalatent::short_conv_step_", mutates_args=("states",))
-def short_conv_step_inplace_op(xs: Tensors, weights: Tensors, states: Tensors, silu: bool) -> Tensors:
-    return _step(xs, weights, states, silu, inplace=True)
-
-
-def _fresh(tensors: Tensors) -> Tensors:
-    return [torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in tensors]
+short_conv_op = torch.library.custom_op("deltalatent::short_conv", _forward, mutates_args=())
+short_conv_backward_op = torch.library.custom_op("deltalatent::short_conv_backward", _backward, mutates_args=())
+short_conv_step_op = torch.library.custom_op("deltalatent::short_conv_step", _step, mutates_args=())
+short_conv_step_inplace_op = torch.library.custom_op(
+    "deltalatent::short_conv_step_", _step_inplace, mutates_args=("states", "ys")
+)
 
 
 @short_conv_op.register_fake
@@ -157,12 +143,8 @@ def _(xs, weights, states, cu_seqlens, dys, dfinals, silu):
 
 @short_conv_step_op.register_fake
 def _(xs, weights, states, silu):
-    return _fresh(xs) + _fresh(states)
-
-
-@short_conv_step_inplace_op.register_fake
-def _(xs, weights, states, silu):
-    return _fresh(xs)
+    ys, finals = _fresh_step(xs, states)
+    return ys + finals
 
 
 def _op_setup_context(ctx, inputs, output):
@@ -198,13 +180,13 @@ def short_conv(
 
 def short_conv_step(xs: Tensors, weights: Tensors, states: Tensors, silu: bool) -> Tensors:
     """Outputs, then new states, after a few tokens; no gradient."""
-    if torch.compiler.is_compiling():
-        return short_conv_step_op(xs, weights, states, silu)
-    return _step(xs, weights, states, silu, inplace=False)
+    run = short_conv_step_op if torch.compiler.is_compiling() else _step
+    return run(xs, weights, states, silu)
 
 
 def short_conv_step_(xs: Tensors, weights: Tensors, states: Tensors, silu: bool) -> Tensors:
     """Outputs after a few tokens; writes the new states to `states`, which must be contiguous. No gradient."""
-    if torch.compiler.is_compiling():
-        return short_conv_step_inplace_op(xs, weights, states, silu)
-    return _step(xs, weights, states, silu, inplace=True)
+    run = short_conv_step_inplace_op if torch.compiler.is_compiling() else _step_inplace
+    ys = _fresh(xs)
+    run(xs, weights, states, ys, silu)
+    return ys

@@ -388,13 +388,13 @@ def short_conv_update(
     weights: list[torch.Tensor],
     states: list[torch.Tensor],
     finals: list[torch.Tensor],
+    ys: list[torch.Tensor],
     silu: bool,
-) -> list[torch.Tensor]:
-    """`y` of a few tokens per row in one launch; writes the state after them to `finals`, which may be `states`."""
+) -> None:
+    """A few tokens per row in one launch: writes outputs to `ys` and new states to `finals` (may be `states`)."""
     batch_size, total, _ = xs[0].shape
-    ys = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in xs]
     if batch_size == 0:
-        return ys
+        return
     block_d = 256
     layout = StreamLayout(xs, block_d)
     short_conv_update_kernel[(batch_size, layout.num_blocks)](
@@ -402,4 +402,3 @@ def short_conv_update(
         *layout.sizes_and_strides(xs), total,
         W=weights[0].shape[2], SILU=silu, BD=block_d, num_warps=4,
     )  # fmt: skip
-    return ys
