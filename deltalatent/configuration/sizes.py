@@ -76,7 +76,7 @@ def base(**overrides) -> KimiK3TextConfig:
 
 def release(**overrides) -> KimiK3TextConfig:
     """The released size: 2.8 T parameters, 104 B active (without the input embedding). Build it on the meta device."""
-    return KimiK3TextConfig(**overrides)
+    return _config(93, 96, 128, overrides)  # everything else is the default
 
 
 SIZES: dict[str, Callable[..., KimiK3TextConfig]] = {

@@ -137,8 +137,11 @@ def test_overriding_layers_and_heads_keeps_the_pattern() -> None:
     assert (count.total, count.active) == built_counts(on_meta_device(config))
 
 
-def test_release_follows_num_hidden_layers() -> None:
-    assert size_config("release", num_hidden_layers=5).linear_attn_config["full_attn_layers"] == [4, 5]
+def test_release_is_the_default_and_follows_overrides_too() -> None:
+    assert size_config("release").to_dict() == KimiK3TextConfig().to_dict()
+    config = size_config("release", num_hidden_layers=5, num_attention_heads=48)
+    assert config.linear_attn_config["full_attn_layers"] == [4, 5]
+    assert config.linear_num_heads == 48
 
 
 def test_every_call_gives_a_fresh_config() -> None:
