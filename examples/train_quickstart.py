@@ -94,10 +94,6 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     # Drawn from N(0, 1): embeddings as small as the projections drown in the first layers' output, and a narrow model
     # then sticks at the frequencies of the tokens while its routers send all of them to the same experts.
     torch.nn.init.normal_(model.get_input_embeddings().weight)
-    print(
-        f"{len(documents)} documents, {len(train) * args.block_size:,} tokens to train on and "
-        f"{len(held_out) * args.block_size:,} held out; model `{args.size}`, {model.num_parameters():,} parameters."
-    )
     trainer = Trainer(
         model=model,
         args=args,
@@ -106,6 +102,11 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         processing_class=tokenizer,
         callbacks=[QuantileBalancingCallback()],
     )
+    if trainer.is_world_process_zero():
+        print(
+            f"{len(documents)} documents, {len(train) * args.block_size:,} tokens to train on and "
+            f"{len(held_out) * args.block_size:,} held out; `{args.size}`, {model.num_parameters():,} parameters."
+        )
     resume = args.resume_from_checkpoint
     trainer.train(resume_from_checkpoint=True if resume and resume.lower() == "true" else resume)
     held_out_loss = trainer.evaluate()["eval_loss"]
