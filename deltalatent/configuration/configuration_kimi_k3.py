@@ -172,7 +172,7 @@ class KimiK3TextConfig(PreTrainedConfig):
 
     model_type = "kimi_k3_text"
     base_config_key = "text_config"
-    keys_to_ignore_at_inference = ("cache", "past_key_values")
+    keys_to_ignore_at_inference = ["cache", "past_key_values"]  # noqa: RUF012 - the Trainer adds a list to it
     attribute_map = {  # noqa: RUF012 - read by the base class
         "model_max_length": "max_position_embeddings",
         "num_local_experts": "num_experts",
@@ -611,7 +611,7 @@ class KimiK3Config(PreTrainedConfig):
         "text_config": SubConfigSpec(KimiK3TextConfig),
         "vision_config": SubConfigSpec(KimiK3VisionConfig, optional=True),
     }
-    keys_to_ignore_at_inference = ("cache", "past_key_values")
+    keys_to_ignore_at_inference = ["cache", "past_key_values"]  # noqa: RUF012 - the Trainer adds a list to it
 
     text_config: dict[str, Any] | PreTrainedConfig | None = None
     vision_config: dict[str, Any] | PreTrainedConfig | None = None
