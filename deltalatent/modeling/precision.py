@@ -23,7 +23,8 @@ class KeepFloat32(nn.Module):
     float32_tensors: tuple[str, ...] = ()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True):
-        kept = {id(tensor) for name in self.float32_tensors if (tensor := getattr(self, name, None)) is not None}
+        tensors = [tensor for name in self.float32_tensors if (tensor := getattr(self, name, None)) is not None]
+        kept = {id(tensor) for tensor in (*tensors, *(tensor.grad for tensor in tensors if tensor.is_leaf))}
 
         def apply_but_keep(tensor: Tensor) -> Tensor:
             result = fn(tensor)
