@@ -19,6 +19,7 @@ from huggingface_hub.errors import StrictDataclassClassValidationError, StrictDa
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, KimiLinearConfig, LlamaConfig
+from transformers.testing_utils import CaptureLogger
 
 from deltalatent import KimiK3Config, KimiK3ForCausalLM, KimiK3TextConfig, KimiK3VisionConfig, size_config
 from deltalatent.configuration.configuration_kimi_k3 import (
@@ -37,24 +38,15 @@ TINY = {
 }
 
 
-class LogRecords(logging.Handler):
-    """Messages that Transformers logs, of level WARNING and up (`warning_once` included if not seen before)."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
-
-
 @pytest.fixture
-def transformers_log() -> Iterator[list[str]]:
-    handler = LogRecords()
-    logger = logging.getLogger("transformers")
-    logger.addHandler(handler)
-    yield handler.messages
-    logger.removeHandler(handler)
+def transformers_log() -> Iterator[CaptureLogger]:
+    """What Transformers logs during the test."""
+    with CaptureLogger(logging.getLogger("transformers")) as captured:
+        yield captured
+
+
+def assert_silent(captured: CaptureLogger) -> None:
+    assert captured.io.getvalue() == ""
 
 
 def fixture_file(name: str) -> dict[str, Any]:
@@ -81,7 +73,7 @@ def assert_contains(actual: dict[str, Any], expected: dict[str, Any], at: str = 
 
 @pytest.mark.parametrize("through", ["own class", "AutoConfig"])
 @pytest.mark.parametrize("name", ALL_FIXTURES)
-def test_released_file_round_trips(name: str, through: str, tmp_path: Path, transformers_log: list[str]) -> None:
+def test_released_file_round_trips(name: str, through: str, tmp_path: Path, transformers_log: CaptureLogger) -> None:
     expected = fixture_file(name)
     own_class = KimiK3Config if "text_config" in expected else KimiK3TextConfig
     config = (own_class if through == "own class" else AutoConfig).from_pretrained(GOLDEN / name)
@@ -96,7 +88,7 @@ def test_released_file_round_trips(name: str, through: str, tmp_path: Path, tran
     again = AutoConfig.from_pretrained(tmp_path)
     assert type(again) is own_class
     assert saved(again, tmp_path / "again") == written
-    assert transformers_log == []
+    assert_silent(transformers_log)
 
 
 def test_fixture_fields_are_understood_not_only_kept() -> None:
@@ -181,7 +173,7 @@ def test_predecessor_file_means_the_predecessor_architecture() -> None:
     assert config.routed_scaling_factor == 2.446
 
 
-def test_predecessor_saved_by_transformers_is_read(tmp_path: Path, transformers_log: list[str]) -> None:
+def test_predecessor_saved_by_transformers_is_read(tmp_path: Path, transformers_log: CaptureLogger) -> None:
     """Transformers writes `layer_types`, `mlp_layer_types` and `linear_*` instead of `linear_attn_config`."""
     theirs = KimiLinearConfig(
         num_hidden_layers=4,
@@ -206,7 +198,7 @@ def test_predecessor_saved_by_transformers_is_read(tmp_path: Path, transformers_
     assert ours.routed_scaling_factor == theirs.routed_scaling_factor
     assert ours.max_position_embeddings == 1234
     assert ours.gate_lower_bound is None and not ours.use_full_rank_gate
-    assert transformers_log == []
+    assert_silent(transformers_log)
 
 
 def test_predecessor_file_without_layers_raises() -> None:
@@ -596,14 +588,14 @@ def test_composite_reports_errors_of_its_parts() -> None:
         KimiK3VisionConfig(patch_size=0)
 
 
-def test_text_part_of_a_composite_file(transformers_log: list[str]) -> None:
+def test_text_part_of_a_composite_file(transformers_log: CaptureLogger) -> None:
     """The text class reads the nested part; the defaults of missing fields are this architecture's."""
     config = KimiK3TextConfig.from_pretrained(GOLDEN / "multimodal")
     assert config.to_dict() | {"_name_or_path": ""} == (
         KimiK3Config.from_pretrained(GOLDEN / "multimodal").text_config.to_dict()
         | {"transformers_version": config.to_dict()["transformers_version"]}
     )
-    assert transformers_log == []
+    assert_silent(transformers_log)
 
 
 def test_special_tokens() -> None:
