@@ -177,7 +177,7 @@ def test_without_the_callback_nothing_changes(tmp_path: Path) -> None:
 def test_logs_carry_the_expert_load_of_training_only(tmp_path: Path) -> None:
     callback = QuantileBalancingCallback()
     trainer = make_trainer(
-        tmp_path, StandIn(), callbacks=[callback], eval_strategy="steps", eval_steps=2, logging_steps=2
+        tmp_path, StandIn(), callbacks=[callback], eval_strategy="steps", eval_steps=1, logging_steps=2
     )
     trainer.train()
     train_logs = [entry for entry in trainer.state.log_history if "loss" in entry]
