@@ -246,7 +246,8 @@ def recurrent_triton(
         ValueError: gradients are wanted, K above 256, or a state that is not contiguous in place.
         TypeError: float64 inputs, or a state that is not float32.
     """
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, g, beta, A_log, dt_bias)):
+    differentiable = (q, k, v, g, beta, A_log, dt_bias, initial_state)
+    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in differentiable):
         raise ValueError(
             "the Triton form of `kda_recurrent` has no gradient, got inputs that require one: "
             "call it under `torch.no_grad()`, or use impl='torch' or `kda_chunk`."
