@@ -185,6 +185,8 @@ class KimiK3LatentAttention(nn.Module):
 
     def _absorbing_is_cheaper(self, length: int, seen: int) -> bool:
         """Compare multiplications per head: attention over wide latents against expanding them first."""
+        if type(self.kv_b_proj).forward is not nn.Linear.forward:
+            return False  # an adapter or quantised weights: what its call computes is not what `weight` holds
         expand = seen * self.kv_lora_rank * (self.qk_nope_head_dim + self.v_head_dim)
         attend_expanded = length * seen * (self.qk_head_dim + self.v_head_dim)
         absorb = length * self.kv_lora_rank * (self.qk_nope_head_dim + self.v_head_dim)
