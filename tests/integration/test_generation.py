@@ -22,7 +22,7 @@ from tests.testing_common import assert_close, left_padded, random_ids, tiny_mod
 NEW = 6
 GREEDY = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None}
 PROMPT_LENGTHS = (13, 9, 1, 4)
-VARIANTS = ["default", "softplus_gate", "uneven_heads", "ends_with_kda", "plain_residuals", "predecessor", *ONE_KIND]
+VARIANTS = ["default", "softplus_gate", "ends_with_kda", "predecessor", *ONE_KIND]
 
 
 def prompts(model: Any, lengths: tuple[int, ...] = PROMPT_LENGTHS) -> list[Tensor]:
