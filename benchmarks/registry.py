@@ -32,7 +32,7 @@ class Case:
 
     Attributes:
         tensors: arguments by name; a value may be a tuple of tensors.
-        differentiable: names of the arguments whose gradients are wanted.
+        differentiable: names of the arguments whose gradients are wanted; none for a decode step.
     """
 
     tensors: dict[str, torch.Tensor | Tensors | None]
@@ -134,6 +134,7 @@ def _kda_chunk_work(dims: Dims, size: int) -> Work:
 
 def _kda_step_case(dims: Dims, dtype: torch.dtype, device: torch.device) -> Case:
     case = _kda_case(dims, dtype, device)
+    case.differentiable = ()
     del case.tensors["cu_seqlens"]
     shape = (dims["B"], dims["H"], dims["K"], dims["V"])
     case.tensors["initial_state"] = 0.1 * torch.randn(shape, dtype=torch.float32, device=device)
@@ -198,6 +199,7 @@ def _conv_work(dims: Dims, size: int) -> Work:
 
 def _conv_step_case(dims: Dims, dtype: torch.dtype, device: torch.device) -> Case:
     case = _conv_case(dims, dtype, device)
+    case.differentiable = ()
     del case.tensors["cu_seqlens"]
     shape = (dims["B"], dims["D"], dims["W"] - 1)
     case.tensors["initial_state"] = tuple(torch.randn(shape, dtype=dtype, device=device) for _ in range(dims["S"]))

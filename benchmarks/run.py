@@ -8,7 +8,7 @@
 An operator is timed only after its tests have passed on this very machine; otherwise it is refused, and the command
 fails. The result is a JSON file with the device, the driver, the versions, the ceilings measured in the same run, the
 outcome of the tests, and for every shape, implementation and pass the median time, the peak memory beyond the inputs,
-and the share of the floor. An implementation that cannot run a shape is recorded with its error.
+and the share of the floor. Decode steps, whose eager time is mostly the host's, are also replayed from a CUDA graph. An implementation that cannot run a shape is recorded with its error.
 """
 
 from __future__ import annotations
@@ -89,6 +89,14 @@ def milliseconds(call: Callable[[], Any], device: torch.device) -> float:
     return statistics.median(times)
 
 
+def graph_milliseconds(call: Callable[[], Any]) -> float:
+    """Median time of a call replayed from a CUDA graph: without the host, and with what fits in a warm L2 cache."""
+    from triton.testing import do_bench_cudagraph
+
+    with torch.no_grad():
+        return do_bench_cudagraph(call, rep=REPEAT_MS, quantiles=[0.5])
+
+
 def measure_ceilings(device: torch.device) -> dict[str, float]:
     """Copy bandwidth (bytes read and written per second) and rate of a large bf16 matrix product (per second)."""
     size, width = (2**31, 8192) if device.type == "cuda" else (2**24, 512)
@@ -143,6 +151,8 @@ def time_implementation(
             call()
             result["peak_bytes"] = torch.cuda.max_memory_allocated() - before
         result["ms"] = milliseconds(call, device)
+        if device.type == "cuda" and not case.differentiable:
+            result["graph_ms"] = graph_milliseconds(call)
         return result
     except Exception as error:  # a peer may be absent, out of memory, or refuse the shape: that is a result, too
         return {"error": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
@@ -186,7 +196,8 @@ def describe(record: dict[str, Any]) -> str:
     if "error" in record:
         return f"{where} {record['error']}"
     memory = f"{record['peak_bytes'] / 2**20:9.0f} MiB" if "peak_bytes" in record else ""
-    return f"{where} {record['ms']:9.4f} ms  {record['share_of_floor']:6.1%} of the floor {memory}"
+    graph = f"  {record['graph_ms']:.4f} ms in a graph" if "graph_ms" in record else ""
+    return f"{where} {record['ms']:9.4f} ms  {record['share_of_floor']:6.1%} of the floor {memory}{graph}"
 
 
 def environment(device: torch.device) -> dict[str, Any]:

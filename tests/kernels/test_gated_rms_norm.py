@@ -174,7 +174,7 @@ def test_kernels_under_the_interpreter():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape", [(1, 4096, 32, 128), (3, 1500, 4, 64), (65, 4096), (50000, 256), (9, 1)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 4096, 32, 128), (3, 1500, 4, 64), (65, 4096), (50000, 256), (9, 8)], ids=str)
 def test_gpu_shapes(shape, dtype):
     check_triton(shape, dtype)
 

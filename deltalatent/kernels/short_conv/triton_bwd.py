@@ -51,14 +51,18 @@ def backward_row(
     )
     g_0 = dy_0 * activation_gradient(k0 * v_3 + k1 * v_2 + k2 * v_1 + k3 * x_0, SILU)
     target = t - 3
+    result = k3 * g_3 + k2 * g_2 + k1 * g_1
     if PACKED:
-        g_0 = tl.where(t >= first, g_0, 0.0)
-        result = k3 * g_3
-        result += tl.where(first_2 <= target, k2 * g_2, 0.0)
-        result += tl.where(first_1 <= target, k1 * g_1, 0.0)
-        result += tl.where(first <= target, k0 * g_0, 0.0)
+        # Starts never decrease: if t belongs to the document of t - 3 or an earlier one, so do those between.
+        if first > target:
+            g_0 = tl.where(t >= first, g_0, 0.0)
+            result = k3 * g_3
+            result += tl.where(first_2 <= target, k2 * g_2, 0.0)
+            result += tl.where(first_1 <= target, k1 * g_1, 0.0)
+        else:
+            result += k0 * g_0
     else:
-        result = k3 * g_3 + k2 * g_2 + k1 * g_1 + k0 * g_0
+        result += k0 * g_0
     mask = in_stream & (target >= begin) & (target < T)
     tl.store(dx + target.to(tl.int64) * D + channel, result.to(dx.dtype.element_ty), mask=mask)
     return g_0, v_1, v_2, v_3
@@ -216,6 +220,32 @@ def short_conv_backward_kernel(
 
 
 @triton.jit
+def short_conv_reduce_kernel(
+    partial,
+    dweight0, dweight1, dweight2,
+    D0, D1, D2,
+    first_of_1, first_of_2,
+    parts, width,
+    W: tl.constexpr,
+    BP: tl.constexpr,
+    BD: tl.constexpr,
+):  # fmt: skip
+    """Add the partial sums [parts, 4, width] of one tap and block of channels up, always in the same order."""
+    block = tl.program_id(0)
+    tap = tl.program_id(1) + (4 - W)
+    dweight = select_stream(block, first_of_1, first_of_2, dweight0, dweight1, dweight2)
+    D = select_stream(block, first_of_1, first_of_2, D0, D1, D2)
+    channel = (block - select_stream(block, first_of_1, first_of_2, 0, first_of_1, first_of_2)) * BD + tl.arange(0, BD)
+    total = tl.zeros([BP, BD], tl.float32)
+    for begin in range(0, parts, BP):
+        part = begin + tl.arange(0, BP)
+        source = (part.to(tl.int64) * 4 + tap)[:, None] * width + block * BD + tl.arange(0, BD)[None, :]
+        total += tl.load(partial + source, mask=(part < parts)[:, None], other=0.0)
+    result = tl.sum(total, axis=0).to(dweight.dtype.element_ty)
+    tl.store(dweight + channel * W + tl.program_id(1), result, mask=channel < D)
+
+
+@triton.jit
 def short_conv_backward_state_kernel(
     x0, x1, x2,
     weight0, weight1, weight2,
@@ -327,9 +357,9 @@ def short_conv_backward(
 
     block_d = 128
     layout = StreamLayout(xs, block_d)
-    if batch_size == 0 or total == 0:
-        dweights = [torch.zeros_like(weight) for weight in weights]
-    else:
+    empty = batch_size == 0 or total == 0
+    dweights = [torch.zeros_like(weight) if empty else torch.empty_like(weight) for weight in weights]
+    if not empty:
         chunk = tokens_per_program(total, layout.num_blocks * batch_size, shortest=32, longest=128)
         start = document = xs[0]
         if packed:
@@ -343,10 +373,11 @@ def short_conv_backward(
             partial, start, document, *layout.sizes_and_strides(xs), total, chunk,
             W=width, SILU=silu, PACKED=packed, HAS_STATE=bool(states), BD=block_d, num_warps=1,
         )  # fmt: skip
-        summed = partial.sum(0)[TAPS - width :]  # [W, channels of all blocks]
-        dweights = []
-        for weight, columns in zip(weights, summed.split([n * block_d for n in layout.blocks], dim=1), strict=True):
-            dweights.append(columns[:, : weight.shape[0]].t()[:, None].to(weight.dtype).contiguous())
+        short_conv_reduce_kernel[(layout.num_blocks, width)](
+            partial, *layout.pad(dweights), *layout.pad([x.shape[2] for x in xs]),
+            layout.first_of_1, layout.first_of_2, batch_size * parts, layout.num_blocks * block_d,
+            W=width, BP=16, BD=block_d, num_warps=4,
+        )  # fmt: skip
 
     if num_documents > 0 and (states or dfinals):
         short_conv_backward_state_kernel[(num_documents, layout.num_blocks)](

@@ -58,9 +58,11 @@ def window(
     v_2 = x_2
     v_3 = x_3
     if PACKED:
-        v_1 = tl.where(age >= 1, x_1, 0.0)
-        v_2 = tl.where(age >= 2, x_2, 0.0)
-        v_3 = tl.where(age >= 3, x_3, 0.0)
+        # Few tokens are among the first of their document: a branch that all threads take together is cheap.
+        if age < 3:
+            v_1 = tl.where(age >= 1, x_1, 0.0)
+            v_2 = tl.where(age >= 2, x_2, 0.0)
+            v_3 = tl.where(age >= 3, x_3, 0.0)
     if HAS_STATE:
         if (age < 3) & (age >= 0) & (t < T):
             n = row
