@@ -8,7 +8,8 @@
 An operator is timed only after its tests have passed on this very machine; otherwise it is refused, and the command
 fails. The result is a JSON file with the device, the driver, the versions, the ceilings measured in the same run, the
 outcome of the tests, and for every shape, implementation and pass the median time, the peak memory beyond the inputs,
-and the share of the floor. Decode steps, whose eager time is mostly the host's, are also replayed from a CUDA graph. An implementation that cannot run a shape is recorded with its error.
+and the share of the floor. Decode steps, whose eager time is mostly the host's, are also replayed from a CUDA graph.
+An implementation that cannot run a shape is recorded with its error.
 """
 
 from __future__ import annotations
