@@ -52,7 +52,8 @@ def log_decay(
     rate = A_log.to(g.dtype).exp().unsqueeze(-1)
     logits = g + dt_bias.to(g.dtype).view(g.shape[-2:])
     if gate_lower_bound is None:
-        return -rate * F.softplus(logits)
+        # Softplus. The backward of `F.softplus` announces other strides than it returns, which breaks compiled graphs.
+        return -rate * torch.logaddexp(logits, logits.new_zeros(()))
     return gate_lower_bound * torch.sigmoid(rate * logits)
 
 
