@@ -42,6 +42,7 @@ from tests.testing_common import (
     follow_routing_,
     gradients,
     left_padded,
+    linear_attn_config,
     max_error,
     random_ids,
     round_to_bf16_,
@@ -840,8 +841,13 @@ def test_base_model_has_no_head() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ["default", "predecessor"])
 def test_a_compiled_model_equals_the_eager_one(variant: str) -> None:
-    """One graph, traced forward and backward; code generation is not what is tested here."""
-    model = tiny_model(variant).train()
+    """One graph of a layer of each kind, forward and backward; code generation is not what is tested here."""
+    linear = VARIANTS[variant].get("linear_attn_config", linear_attn_config())
+    model = tiny_model(
+        variant,
+        num_hidden_layers=2,
+        linear_attn_config=linear | {"kda_layers": [1], "full_attn_layers": [2]},
+    ).train()
     ids = random_ids(model.config)
     loss, grads = loss_and_gradients(model, ids)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
