@@ -201,8 +201,16 @@ def describe(record: dict[str, Any]) -> str:
     return f"{where} {record['ms']:9.4f} ms  {record['share_of_floor']:6.1%} of the floor {memory}{graph}"
 
 
+def _output_of(command: Sequence[str]) -> str:
+    """First line that a command prints, or "unknown" if it cannot."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\n")[0]
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
 def environment(device: torch.device) -> dict[str, Any]:
-    """Device, driver, versions and date."""
+    """Device, driver, versions, commit and date."""
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -212,17 +220,21 @@ def environment(device: torch.device) -> dict[str, Any]:
     about: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "device": platform.processor() or platform.machine(),
+        "commit": _output_of(["git", "-C", str(ROOT), "describe", "--always", "--dirty"]),
         "versions": versions,
     }
     if device.type == "cuda":
         about["device"] = torch.cuda.get_device_name(device)
         about["cuda"] = torch.version.cuda or torch.version.hip
-        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        try:
-            about["driver"] = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split("\n")[0]
-        except (OSError, subprocess.CalledProcessError):
-            about["driver"] = "unknown"
+        about["driver"] = _output_of(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
     return about
+
+
+def write(report: dict[str, Any], out: Path | None) -> None:
+    """Save what there is so far: a run that is stopped keeps the operators it has finished."""
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def plot(source: Path) -> Path:
@@ -309,14 +321,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{name} is not timed: {error}", file=sys.stderr)
             report["tests"][name] = {"refused": str(error).splitlines()[0]}
             refused = True
+            write(report, options.out)
             continue
         shapes = {name: dims for name, dims in operator.shapes.items() if name in (options.shape or operator.shapes)}
         implementations = options.impl or list(operator.implementations)
         report["results"] += time_operator(name, operator, shapes, implementations, dtype, device, ceilings)
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(report, indent=1) + "\n")
-        print(options.out)
+        write(report, options.out)
     return int(refused)
 
 
