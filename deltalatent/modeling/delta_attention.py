@@ -8,6 +8,8 @@ Shapes: B rows, T tokens, D model width, H heads, K head width, W taps, N sequen
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
@@ -109,7 +111,7 @@ class KimiK3DeltaAttention(KeepFloat32):
 
         windows, state = self._read(cache)
         with float32_autocast_disabled(hidden_states.device):
-            (q, k, v), windows = short_convolution(
+            (q, k, v), new_windows = short_convolution(
                 projected,
                 (self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight),
                 initial_state=windows,
@@ -134,7 +136,7 @@ class KimiK3DeltaAttention(KeepFloat32):
                 impl=impl,
             )
             if cache is not None:
-                self._write(cache, windows, state)
+                self._write(cache, cast(tuple[Tensor, ...], new_windows), cast(Tensor, state))
             output = self.o_norm(output, gate.view(heads), impl=impl_around)
 
         output = self.o_proj(output.flatten(2))
@@ -155,7 +157,7 @@ class KimiK3DeltaAttention(KeepFloat32):
         if state is None:
             return None, None
         windows = tuple(cache.get_conv_state(self.layer_idx, i) for i in range(self.config.number_of_conv_states))
-        return windows, state
+        return cast(tuple[Tensor, ...], windows), state
 
     def _write(self, cache: Cache, windows: tuple[Tensor, ...], state: Tensor) -> None:
         # The cache keeps the last W - 1 of (old, new) columns, which is the new window. Its buffers are written in

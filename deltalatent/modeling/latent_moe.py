@@ -87,11 +87,12 @@ class KimiK3TopKRouter(KeepFloat32):
     """
 
     float32_tensors = ("e_score_correction_bias",)
+    e_score_correction_bias: Tensor
 
     def __init__(self, config: KimiK3TextConfig) -> None:
         super().__init__()
         self.top_k = config.num_experts_per_token
-        self.num_experts = config.num_experts
+        self.num_experts = config.num_experts or 0
         self.num_expert_group = config.num_expert_group
         self.topk_group = config.topk_group
         self.renormalize = config.moe_renormalize
@@ -132,9 +133,11 @@ class KimiK3TopKRouter(KeepFloat32):
 class KimiK3Experts(nn.Module):
     """E gated MLPs in two 3-D parameters, `gate_up_proj` [E, 2I, Z] (gate rows first) and `down_proj` [E, Z, I]."""
 
+    config: KimiK3TextConfig  # set by the decorator
+
     def __init__(self, config: KimiK3TextConfig) -> None:
         super().__init__()
-        self.num_experts = config.num_experts
+        self.num_experts = config.num_experts or 0
         self.hidden_dim = config.routed_expert_hidden_size or config.hidden_size
         self.intermediate_dim = config.moe_intermediate_size
         self.gate_up_proj = nn.Parameter(torch.empty(self.num_experts, 2 * self.intermediate_dim, self.hidden_dim))
@@ -182,8 +185,8 @@ class KimiK3SparseMoE(nn.Module):
         super().__init__()
         self.gate = KimiK3TopKRouter(config)
         self.experts = KimiK3Experts(config)
-        latent = config.routed_expert_hidden_size
-        self.is_latent = latent is not None
+        self.is_latent = config.routed_expert_hidden_size is not None
+        latent = config.routed_expert_hidden_size or config.hidden_size
         if self.is_latent:
             self.routed_expert_down_proj = nn.Linear(config.hidden_size, latent, bias=False)
             self.routed_expert_up_proj = nn.Linear(latent, config.hidden_size, bias=False)

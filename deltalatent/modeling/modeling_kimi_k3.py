@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
@@ -81,7 +81,7 @@ class KimiK3DecoderLayer(GradientCheckpointingLayer):
         self.layer_idx = layer_idx
         self.layer_type = config.layer_types[layer_idx]
         self.has_attention_residuals = config.attn_res_block_size is not None
-        self.closes_block = self.has_attention_residuals and layer_idx % config.attn_res_block_size == 0
+        self.closes_block = config.attn_res_block_size is not None and layer_idx % config.attn_res_block_size == 0
 
         attention = KimiK3DeltaAttention if self.layer_type == "linear_attention" else KimiK3LatentAttention
         self.self_attn = attention(config, layer_idx)
@@ -357,11 +357,11 @@ class KimiK3TextModel(KimiK3PreTrainedModel):
         Raises:
             ValueError: The arguments contradict each other; the message says what was expected.
         """
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("exactly one of `input_ids` and `inputs_embeds` must be given: pass one of the two.")
-        if inputs_embeds is None:
+        if input_ids is not None and inputs_embeds is None:
             self._check_token_ids(input_ids)
             inputs_embeds = self.embed_tokens(input_ids)
+        elif input_ids is not None or inputs_embeds is None:
+            raise ValueError("exactly one of `input_ids` and `inputs_embeds` must be given: pass one of the two.")
         if inputs_embeds.ndim != 3 or inputs_embeds.shape[-1] != self.config.hidden_size:
             raise ValueError(
                 f"`inputs_embeds` must have shape [B, T, hidden_size={self.config.hidden_size}], got "
@@ -397,7 +397,7 @@ class KimiK3TextModel(KimiK3PreTrainedModel):
             hidden_states = output
             if routing is not None:
                 # Here, outside activation checkpointing, a token is counted once however often it is recomputed.
-                router = layer.mlp.gate
+                router = cast(KimiK3SparseMoE, layer.mlp).gate
                 mask = None if layout is None else layout.real_tokens()
                 router.balance.add(
                     routing.scores, routing.cutoff, router.e_score_correction_bias, mask, routing.top_k_index

@@ -45,15 +45,22 @@ class SequenceLayout:
 
     def restarting_positions(self) -> Tensor:
         """int64 [B, T], distance to the first token of the document; needs a packed batch."""
-        starts = torch.ones_like(self.documents, dtype=torch.bool)
-        starts[:, 1:] = self.documents.diff(dim=1) != 0
+        documents = self._packed_documents()
+        starts = torch.ones_like(documents, dtype=torch.bool)
+        starts[:, 1:] = documents.diff(dim=1) != 0
         index = torch.arange(starts.shape[1], device=starts.device).expand_as(starts)
         last_start = torch.where(starts, index, 0).cummax(dim=1).values
         return index - last_start
 
     def same_document(self, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         """Whether two tokens of a row of a packed batch may see each other, as a mask function of Transformers."""
-        return self.documents[row, query] == self.documents[row, key]
+        documents = self._packed_documents()
+        return documents[row, query] == documents[row, key]
+
+    def _packed_documents(self) -> Tensor:
+        if self.documents is None:
+            raise ValueError("the layout must be of a packed batch, got one sequence per row: ask `is_packed` first.")
+        return self.documents
 
     def gather(self, x: Tensor) -> Tensor:
         """[B, T, ...] -> [1, L, ...], the real tokens of all sequences in one row."""

@@ -67,13 +67,14 @@ def _fold(query: Tensor, eps: float, sources: Sequence[Tensor]) -> Tensor:
     acc = _accumulation_dtype(sources[0].dtype)
     w = query.to(acc)
 
-    highest = denominator = mixed = None
-    for source in sources:
+    def scored(source: Tensor) -> tuple[Tensor, Tensor]:
         s = source.to(acc)
-        score = (s @ w) * torch.rsqrt(s.square().mean(-1) + eps)
-        if highest is None:
-            highest, denominator, mixed = score, torch.ones_like(score), s
-            continue
+        return s, (s @ w) * torch.rsqrt(s.square().mean(-1) + eps)
+
+    mixed, highest = scored(sources[0])
+    denominator = torch.ones_like(highest)
+    for source in sources[1:]:
+        s, score = scored(source)
         new_highest = torch.maximum(highest, score)
         old_share, share = torch.exp(highest - new_highest), torch.exp(score - new_highest)
         mixed = torch.addcmul(mixed * old_share[..., None], s, share[..., None])
@@ -100,14 +101,14 @@ class _AttentionResidualMix(torch.autograd.Function):
         w, do = query.to(acc), grad_output.to(acc)
 
         # Per source three numbers per token: r_i, <w, s_i> and the gradient of its weight, <do, s_i>.
-        inverse_rms, products, dweights = [], [], []
+        inverse_rms, products, products_out = [], [], []
         for source in sources:
             s = source.to(acc)
             inverse_rms.append(torch.rsqrt(s.square().mean(-1) + eps))
             products.append(s @ w)
-            dweights.append((do * s).sum(-1))
+            products_out.append((do * s).sum(-1))
         weights = torch.softmax(torch.stack([p * r for p, r in zip(products, inverse_rms, strict=True)]), dim=0)
-        dweights = torch.stack(dweights)
+        dweights = torch.stack(products_out)
         dscores = weights * (dweights - (weights * dweights).sum(0))
 
         dquery = torch.zeros_like(w)
