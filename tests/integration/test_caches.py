@@ -24,6 +24,7 @@ from tests.testing_common import (
     assert_gradients_close,
     gradients,
     left_padded,
+    linear_attn_config,
     random_ids,
     tiny_model,
 )
@@ -378,7 +379,9 @@ def test_training_with_recomputation_leaves_a_given_cache_alone(use_reentrant: b
 
 def test_one_decoding_step_is_one_graph() -> None:
     """A static cache has static addresses: the step compiles without a graph break, and once for all steps."""
-    model = tiny_model()
+    # A layer of each kind is what there is to trace.
+    layers = linear_attn_config(kda_layers=[1], full_attn_layers=[2])
+    model = tiny_model(num_hidden_layers=2, linear_attn_config=layers)
     model.set_experts_implementation("batched_mm")
     ids = random_ids(model.config, 2, 12)
     cache = StaticCache(model.config, 33)
