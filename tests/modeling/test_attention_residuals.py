@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -98,11 +100,12 @@ def test_one_source_is_returned_as_it_is() -> None:
 
 
 class SavedBytes:
-    """Bytes of different storages that autograd keeps for backward inside the context."""
+    """Bytes of different storages that autograd keeps for backward: saved inside the context, alive when asked."""
 
     def __init__(self, known: list[Tensor]) -> None:
         self.known = {tensor.untyped_storage().data_ptr() for tensor in known}
-        self.storages: dict[int, int] = {}
+        # Weak, because what a discarded branch of the graph saved is freed, and its address may serve again.
+        self.saved: list[weakref.ref[Tensor]] = []
 
     def __enter__(self) -> SavedBytes:
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
@@ -113,14 +116,14 @@ class SavedBytes:
         self._hooks.__exit__(*args)
 
     def _pack(self, tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self.known:
-            self.storages[storage.data_ptr()] = storage.nbytes()
+        self.saved.append(weakref.ref(tensor))
         return tensor
 
     @property
     def total(self) -> int:
-        return sum(self.storages.values())
+        storages = [tensor.untyped_storage() for ref in self.saved if (tensor := ref()) is not None]
+        sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
+        return sum(size for pointer, size in sizes.items() if pointer not in self.known)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
