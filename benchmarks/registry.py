@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -31,11 +32,11 @@ class Case:
     """Inputs of one call.
 
     Attributes:
-        tensors: arguments by name; a value may be a tuple of tensors.
+        tensors: arguments by name: tensors, tuples of tensors, or None.
         differentiable: names of the arguments whose gradients are wanted; none for a decode step.
     """
 
-    tensors: dict[str, torch.Tensor | Tensors | None]
+    tensors: dict[str, Any]
     differentiable: tuple[str, ...] = ()
 
     def leaves(self) -> list[torch.Tensor]:
@@ -106,7 +107,7 @@ def _kda_case(dims: Dims, dtype: torch.dtype, device: torch.device) -> Case:
     def normal(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.randn(shape, dtype=dtype, device=device)
 
-    tensors: dict[str, torch.Tensor | Tensors | None] = {
+    tensors = {
         "q": normal(B, T, H, K),
         "k": normal(B, T, H, K),
         "v": normal(B, T, H, V),

@@ -82,7 +82,7 @@ def milliseconds(call: Callable[[], Any], device: torch.device) -> float:
 
         return do_bench(call, warmup=WARMUP_MS, rep=REPEAT_MS, quantiles=[0.5])
     call()
-    times = []
+    times: list[float] = []
     while len(times) < 3 or (sum(times) < REPEAT_MS and len(times) < 20):
         start = time.perf_counter()
         call()
@@ -177,8 +177,8 @@ def time_operator(
             for implementation, run in operator.implementations.items():
                 if implementation not in implementations:
                     continue
-                record = {"op": name, "shape": shape, "dims": dict(dims), "dtype": str(dtype), "mode": mode}
-                record |= {"impl": implementation, "floor_ms": floor}
+                record: dict[str, Any] = {"op": name, "shape": shape, "dims": dict(dims), "dtype": str(dtype)}
+                record |= {"mode": mode, "impl": implementation, "floor_ms": floor}
                 record |= time_implementation(run, case, mode, device)
                 if "ms" in record:
                     record["share_of_floor"] = floor / record["ms"]
