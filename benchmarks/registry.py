@@ -143,7 +143,7 @@ def _kda_step_case(dims: Dims, dtype: torch.dtype, device: torch.device) -> Case
 
 
 def _kda_step(impl: str, case: Case) -> Tensors:
-    return kda_recurrent(**case.tensors, inplace_state=True, impl=impl)
+    return kda_recurrent(**case.tensors, inplace_state=True, impl=impl)[:1]
 
 
 def _kda_step_fla(case: Case) -> Tensors:
@@ -178,7 +178,7 @@ def _conv_case(dims: Dims, dtype: torch.dtype, device: torch.device) -> Case:
 
 
 def _conv(impl: str, case: Case) -> Tensors:
-    return short_convolution(**case.tensors, impl=impl)[0]
+    return tuple(short_convolution(**case.tensors, impl=impl)[0])
 
 
 def _conv_fla(case: Case) -> Tensors:
@@ -208,7 +208,7 @@ def _conv_step_case(dims: Dims, dtype: torch.dtype, device: torch.device) -> Cas
 
 
 def _conv_step(impl: str, case: Case) -> Tensors:
-    return short_convolution(**case.tensors, inplace_state=True, impl=impl)[0]
+    return tuple(short_convolution(**case.tensors, inplace_state=True, impl=impl)[0])
 
 
 def _conv_step_work(dims: Dims, size: int) -> Work:
