@@ -10,7 +10,8 @@ before a chunk and dS' the gradient of the state behind it:
 
        du = qk^T do + k_out dS';      dS = diag(2^G_end) dS' + q_in^T do - w^T du
 
-3. `grad`, one program per chunk and head, turns these into the gradients of the raw inputs. As u = M (v - k_in S),
+3. `state_grad` and `input_grad`, one program per chunk and head, turn these into the gradients of the raw inputs. As
+   u = M (v - k_in S),
 
        dv = M^T du;   dk_in = -dv S^T;   d(kk)_ij = -dv_i . u_j (j < i);   d(beta)_i = (1 - b_i) / b_i dv_i . u_i
 
@@ -36,10 +37,11 @@ from deltalatent.kernels.kda.triton_fwd import (
     l2_scale,
     list_chunks,
     prepare,
+    register_limit,
     scan,
     shared_memory_of,
     sigmoid,
-    tile_decay,
+    sum_tokens,
     zero_slack,
 )
 
@@ -71,6 +73,7 @@ def reverse_scan_kernel(
     HAS_FINAL_GRAD: tl.constexpr,
     STORE_INITIAL_GRAD: tl.constexpr,
     PACKED: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """du [T, HV, V] and the gradients [chunk, HV, VP, BK] of the states behind the chunks of one document."""
     i_v = tl.program_id(0)
@@ -87,75 +90,66 @@ def reverse_scan_kernel(
     if HAS_FINAL_GRAD:
         dS += tl.load(final_grad_ptr + state_at, mask=state_mask, other=0.0).to(tl.float32)
 
-    for step in range(num_chunks):
+    for step in tl.range(0, num_chunks, num_stages=STAGES):
         i = num_chunks - 1 - step
         at = (first + i) * HV + i_h
-        wide = at * C * BK + rows[:, None] * BK + cols[None, :]
+        wide = at * BK * C + cols[:, None] * C + rows[None, :]
         token = start + i * C + rows
         do_at = (token * HV + i_h)[:, None] * V + v_cols[None, :]
         do_mask = (token < end)[:, None] & (v_cols < V)[None, :]
-        do = tl.trans(tl.load(do_ptr + do_at, mask=do_mask, other=0.0).to(dtype))
-        qk = tl.load(qk_ptr + at * C * C + rows[:, None] * C + rows[None, :])
-        k_out = tl.load(k_out_ptr + wide)
-        q_in = tl.load(q_in_ptr + wide)
-        w = tl.load(w_ptr + wide)
+        do_t = tl.trans(tl.load(do_ptr + do_at, mask=do_mask, other=0.0).to(dtype))
+        qk_t = tl.load(qk_ptr + at * C * C + rows[:, None] * C + rows[None, :])
+        k_out_t = tl.load(k_out_ptr + wide)
+        q_in_t = tl.load(q_in_ptr + wide)
+        w_t = tl.load(w_ptr + wide)
         decay = tl.load(decay_ptr + at * BK + cols)
         dS_low = dS.to(dtype)
         tl.store(state_grad_ptr + at * VP * BK + v_cols[:, None] * BK + cols[None, :], dS_low)
-        du = tl.dot(do, qk, input_precision=PRECISION)
-        du = tl.dot(dS_low, tl.trans(k_out), du, input_precision=PRECISION)
-        tl.store(du_ptr + (token * HV + i_h)[None, :] * V + v_cols[:, None], du, mask=tl.trans(do_mask))
-        dS = tl.dot(do, q_in, dS * decay[None, :], input_precision=PRECISION)
-        dS = tl.dot((-du).to(dtype), w, dS, input_precision=PRECISION)
+        du_t = tl.dot(do_t, tl.trans(qk_t), input_precision=PRECISION)
+        du_t = tl.dot(dS_low, k_out_t, du_t, input_precision=PRECISION)
+        tl.store(du_ptr + (token * HV + i_h)[None, :] * V + v_cols[:, None], du_t, mask=tl.trans(do_mask))
+        dS = tl.dot(do_t, tl.trans(q_in_t), dS * decay[None, :], input_precision=PRECISION)
+        dS = tl.dot((-du_t).to(dtype), tl.trans(w_t), dS, input_precision=PRECISION)
 
     if STORE_INITIAL_GRAD:
         tl.store(initial_grad_ptr + state_at, dS, mask=state_mask)
 
 
 @triton.jit
-def grad_kernel(
-    q_ptr,
-    k_ptr,
-    g_ptr,
+def state_grad_kernel(
     beta_ptr,
-    A_log_ptr,
-    dt_bias_ptr,
     u_ptr,
     inverse_ptr,
     state_ptr,
     state_grad_ptr,
     do_ptr,
     dv_ptr,
-    dq_ptr,
-    dk_ptr,
-    dg_ptr,
+    dq_in_ptr,
+    dk_in_ptr,
+    dk_out_ptr,
+    dqk_ptr,
+    dkk_ptr,
+    dtotal_ptr,
     dbeta_ptr,
-    dt_bias_grad_ptr,
-    A_log_grad_ptr,
     cu_ptr,
     document_ptr,
     position_ptr,
     T,
     per_row,
-    lower_bits,
+    value_blocks,
     scale,
-    H: tl.constexpr,
     HV: tl.constexpr,
-    K: tl.constexpr,
     V: tl.constexpr,
     C: tl.constexpr,
-    L: tl.constexpr,
     BK: tl.constexpr,
     VP: tl.constexpr,
     BV: tl.constexpr,
-    CENTRE: tl.constexpr,
     PRECISION: tl.constexpr,
     PACKED: tl.constexpr,
 ):
-    """Gradients of the raw inputs of one chunk and head; `dv_ptr` holds du and receives dv.
-
-    dq, dk: [T, HV, K], one per value head. Sums over the chunk go to dt_bias_grad [chunk, HV, BK] and
-    A_log_grad [chunk, HV].
+    """What a chunk and head owes to its values and states: dv (`dv_ptr` holds du and receives it) and dbeta; and, for
+    `input_grad_kernel`, dq_in, dk_in, dk_out [chunk, HV, BK, C], dqk[j, i], dkk[j, i] [chunk, HV, C, C] and
+    dtotal [chunk, HV, BK].
     """
     i_c = tl.program_id(0) // HV
     i_h = tl.program_id(0) % HV
@@ -171,99 +165,158 @@ def grad_kernel(
     i = rows[:, None]
     j = rows[None, :]
 
-    M_t = tl.trans(tl.load(inverse_ptr + at * C * C + i * C + j))
-    dq = tl.zeros((C, BK), dtype=tl.float32)
-    dk_in = tl.zeros((C, BK), dtype=tl.float32)
-    dk_out = tl.zeros((C, BK), dtype=tl.float32)
-    dqk = tl.zeros((C, C), dtype=tl.float32)
-    dkk = tl.zeros((C, C), dtype=tl.float32)
+    M = tl.load(inverse_ptr + at * C * C + i * C + j)
+    dq_t = tl.zeros((BK, C), dtype=tl.float32)
+    dk_in_t = tl.zeros((BK, C), dtype=tl.float32)
+    dk_out_t = tl.zeros((BK, C), dtype=tl.float32)
+    dqk_t = tl.zeros((C, C), dtype=tl.float32)
+    dkk_t = tl.zeros((C, C), dtype=tl.float32)
     dbeta = tl.zeros((C,), dtype=tl.float32)
     dtotal = tl.zeros((BK,), dtype=tl.float32)
-    for first_v in range(0, VP, BV):
-        v_cols = first_v + tl.arange(0, BV)
+    # The number of blocks is a run-time value to keep the loop a loop: unrolled, its loads would fill the registers.
+    for block in range(value_blocks):
+        v_cols = block * BV + tl.arange(0, BV)
         v_at = (token * HV + i_h)[:, None] * V + v_cols[None, :]
         v_mask = inside[:, None] & (v_cols < V)[None, :]
-        do = tl.load(do_ptr + v_at, mask=v_mask, other=0.0).to(dtype)
-        du = tl.load(dv_ptr + v_at, mask=v_mask, other=0.0).to(dtype)
-        u = tl.load(u_ptr + at * C * VP + rows[:, None] * VP + v_cols[None, :])
+        do_t = tl.trans(tl.load(do_ptr + v_at, mask=v_mask, other=0.0).to(dtype))
+        du_t = tl.trans(tl.load(dv_ptr + v_at, mask=v_mask, other=0.0).to(dtype))
+        u_t = tl.load(u_ptr + at * VP * C + v_cols[:, None] * C + rows[None, :])
         S = tl.load(state_ptr + at * VP * BK + v_cols[:, None] * BK + cols[None, :])
         dS = tl.load(state_grad_ptr + at * VP * BK + v_cols[:, None] * BK + cols[None, :])
-        dv = tl.dot(M_t, du, input_precision=PRECISION)
-        tl.store(dv_ptr + v_at, dv, mask=v_mask)
-        dbeta += tl.sum(dv * u.to(tl.float32), 1)
         dtotal += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 0)
-        minus_dv = (-dv).to(dtype)
-        dq = tl.dot(do, S, dq, input_precision=PRECISION)
-        dk_in = tl.dot(minus_dv, S, dk_in, input_precision=PRECISION)
-        dk_out = tl.dot(u, dS, dk_out, input_precision=PRECISION)
-        dqk = tl.dot(do, tl.trans(u), dqk, input_precision=PRECISION)
-        dkk = tl.dot(minus_dv, tl.trans(u), dkk, input_precision=PRECISION)
+        dv_t = tl.dot(du_t, M, input_precision=PRECISION)
+        tl.store(dv_ptr + tl.trans(v_at), dv_t, mask=tl.trans(v_mask))
+        dbeta += tl.sum(dv_t * u_t.to(tl.float32), 0)
+        minus_dv_t = (-dv_t).to(dtype)
+        dq_t = tl.dot(tl.trans(S), do_t, dq_t, input_precision=PRECISION)
+        dk_in_t = tl.dot(tl.trans(S), minus_dv_t, dk_in_t, input_precision=PRECISION)
+        dk_out_t = tl.dot(tl.trans(dS), u_t, dk_out_t, input_precision=PRECISION)
+        dqk_t = tl.dot(tl.trans(u_t), do_t, dqk_t, input_precision=PRECISION)
+        dkk_t = tl.dot(tl.trans(u_t), minus_dv_t, dkk_t, input_precision=PRECISION)
 
+    wide = at * BK * C + cols[:, None] * C + rows[None, :]
+    tl.store(dq_in_ptr + wide, (dq_t * scale).to(dtype))
+    tl.store(dk_in_ptr + wide, dk_in_t.to(dtype))
+    tl.store(dk_out_ptr + wide, dk_out_t.to(dtype))
+    square = at * C * C + i * C + j
+    tl.store(dqk_ptr + square, tl.where(i <= j, dqk_t * scale, 0.0).to(dtype))
+    tl.store(dkk_ptr + square, tl.where(i < j, dkk_t, 0.0).to(dtype))
+    tl.store(dtotal_ptr + at * BK + cols, dtotal)
     b = sigmoid(tl.load(beta_ptr + token * HV + i_h, mask=inside, other=0.0).to(tl.float32))
     # dv carries the factor b; where b underflows to zero so does the gradient.
     tl.store(dbeta_ptr + token * HV + i_h, tl.where(b > 0, dbeta * (1.0 - b) / b, 0.0), mask=inside)
 
+
+@triton.jit
+def input_grad_kernel(
+    q_ptr,
+    k_ptr,
+    g_ptr,
+    A_log_ptr,
+    dt_bias_ptr,
+    dq_in_ptr,
+    dk_in_ptr,
+    dk_out_ptr,
+    dqk_ptr,
+    dkk_ptr,
+    dtotal_ptr,
+    dq_ptr,
+    dk_ptr,
+    dg_ptr,
+    dt_bias_grad_ptr,
+    A_log_grad_ptr,
+    cu_ptr,
+    document_ptr,
+    position_ptr,
+    T,
+    per_row,
+    lower_bits,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    C: tl.constexpr,
+    BK: tl.constexpr,
+    CENTRE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EXACT: tl.constexpr,
+    PACKED: tl.constexpr,
+):
+    """Gradients of the raw queries, keys and gates of one chunk and head: dq, dk and dg [T, HV, K].
+
+    Sums over the chunk go to dt_bias_grad and A_log_grad, both [chunk, HV, BK].
+    """
+    i_c = tl.program_id(0) // HV
+    i_h = tl.program_id(0) % HV
+    start, end = chunk_span(i_c, cu_ptr, document_ptr, position_ptr, T, per_row, C, PACKED)
+    if start >= end:
+        return
+    dtype = dq_in_ptr.dtype.element_ty
+    rows = tl.arange(0, C)
+    cols = tl.arange(0, BK)
+    token = start + rows
+    inside = token < end
+    at = (i_c * HV + i_h).to(tl.int64)
+    i = rows[:, None]
+    j = rows[None, :]
     mask = inside[:, None] & (cols < K)[None, :]
     key_at = (token * H + i_h // (HV // H))[:, None] * K + cols[None, :]
     gate_at = (token * HV + i_h)[:, None] * K + cols[None, :]
-    raw = tl.load(g_ptr + gate_at, mask=mask, other=0.0).to(tl.float32)
+    wide = at * BK * C + cols[:, None] * C + rows[None, :]
+    square = at * C * C + i * C + j
+
     bias = tl.load(dt_bias_ptr + i_h * K + cols, mask=cols < K, other=0.0).to(tl.float32)
     rate = tl.exp(tl.load(A_log_ptr + i_h).to(tl.float32))
-    z = rate * (raw + bias[None, :])
-    g = tl.where(mask, lower_bits * sigmoid(z), 0.0)
-    up, down, across, into, out_of, total = tile_decay(g, rows, C, L, BK, CENTRE)
-    q_raw = tl.load(q_ptr + key_at, mask=mask, other=0.0).to(tl.float32)
-    q_scale = l2_scale(q_raw)
-    q = q_raw * (q_scale * scale)[:, None]
-    k_raw = tl.load(k_ptr + key_at, mask=mask, other=0.0).to(tl.float32)
-    k_scale = l2_scale(k_raw)
-    k = k_raw * k_scale[:, None]
-    k_down = (k * down).to(dtype)
-    k_across = (k * across).to(dtype)
-    q_up = (q * up).to(dtype)
-    k_up = (k * up).to(dtype)
+    z_t = rate * (tl.trans(tl.load(g_ptr + gate_at, mask=mask, other=0.0)).to(tl.float32) + bias[:, None])
+    # e stays finite, so that sigmoid(-z) = e sigmoid(z) is exact where the gate saturates.
+    e_t = tl.exp2(tl.minimum(-1.4426950408889634 * z_t, 126.0))
+    root_t = tl.rsqrt(1.0 + e_t)
+    g_t = tl.where((cols < K)[:, None] & inside[None, :], lower_bits * (root_t * root_t), 0.0)
+    # Derivative of the log decay by z; g is in bits, its gradient in natural units.
+    slope_t = g_t * (e_t * root_t * root_t * 0.6931471805599453)
+    upto_t = sum_tokens(g_t, i <= j, EXACT)
+    total = tl.sum(g_t, 1)
+    up_t = tl.exp2(upto_t + CENTRE)
+    down_t = tl.exp2(-upto_t - CENTRE)
+    q = tl.load(q_ptr + key_at, mask=mask, other=0.0)
+    q_norm = l2_scale(q.to(tl.float32))
+    q_t = tl.trans(q).to(tl.float32) * q_norm[None, :]
+    k = tl.load(k_ptr + key_at, mask=mask, other=0.0)
+    k_norm = l2_scale(k.to(tl.float32))
+    k_t = tl.trans(k).to(tl.float32) * k_norm[None, :]
 
-    # Factors inside a tile reach 2^(CENTRE + 1): scale the gradients of the products to at most 1 before they meet.
-    dqk = tl.where(i >= j, dqk, 0.0)
-    dkk = tl.where(i > j, dkk, 0.0)
-    largest = tl.maximum(tl.max(tl.abs(dqk)), tl.max(tl.abs(dkk)))
-    shrink = tl.where(largest > 1.0, 1.0 / largest, 1.0)
-    grow = tl.where(largest > 1.0, largest, 1.0)
-    same = (i // L) == (j // L)
-    dqk_in = tl.where(same, dqk * shrink, 0.0).to(dtype)
-    dqk_x = tl.where(same, 0.0, dqk * shrink).to(dtype)
-    dkk_in = tl.where(same, dkk * shrink, 0.0).to(dtype)
-    dkk_x = tl.where(same, 0.0, dkk * shrink).to(dtype)
+    # Factors reach 2^(CENTRE + 1): scale the gradients of the products to at most 1 before they meet.
+    dqk_t = tl.load(dqk_ptr + square).to(tl.float32)
+    dkk_t = tl.load(dkk_ptr + square).to(tl.float32)
+    largest = tl.maximum(tl.max(tl.max(tl.maximum(tl.abs(dqk_t), tl.abs(dkk_t)), 1), 0), 1.0)
+    dqk_t = (dqk_t / largest).to(dtype)
+    dkk_t = (dkk_t / largest).to(dtype)
 
-    near = tl.dot(dqk_in, k_down, input_precision=PRECISION)
-    near = tl.dot(dqk_x, k_across, near, input_precision=PRECISION)
-    dq = dq * into + near * up * grow
-    near = tl.dot(dkk_in, k_down, input_precision=PRECISION)
-    near = tl.dot(dkk_x, k_across, near, input_precision=PRECISION)
-    dk_row = dk_in * into + near * up * grow
-    near = tl.dot(tl.trans(dqk_in), q_up, input_precision=PRECISION)
-    near = tl.dot(tl.trans(dkk_in), k_up, near, input_precision=PRECISION)
-    far = tl.dot(tl.trans(dqk_x), q_up, input_precision=PRECISION)
-    far = tl.dot(tl.trans(dkk_x), k_up, far, input_precision=PRECISION)
-    dk_out = dk_out * out_of
-    dk_col = dk_out + (near * down + far * across) * grow
+    k_down_t = (k_t * down_t).to(dtype)
+    dq_t = tl.load(dq_in_ptr + wide).to(tl.float32) * (2.0**-CENTRE)
+    dq_t = up_t * (dq_t + tl.dot(k_down_t, dqk_t, input_precision=PRECISION) * largest)
+    dk_t = tl.load(dk_in_ptr + wide).to(tl.float32) * (2.0**-CENTRE)
+    dk_t = up_t * (dk_t + tl.dot(k_down_t, dkk_t, input_precision=PRECISION) * largest)
+    near_t = tl.dot((q_t * up_t).to(dtype), tl.trans(dqk_t), input_precision=PRECISION)
+    near_t = tl.dot((k_t * up_t).to(dtype), tl.trans(dkk_t), near_t, input_precision=PRECISION)
+    near_t = near_t * (down_t * largest)
+    dk_out_t = tl.load(dk_out_ptr + wide).to(tl.float32) * tl.exp2(total[:, None] - upto_t)
 
-    dG = q * dq + k * (dk_row - dk_col)
-    dtotal = dtotal * total + tl.sum(k * dk_out, 0)
-    dg = tl.cumsum(dG, 0, reverse=True) + dtotal[None, :]
-    # 1 - sigmoid(z) as sigmoid(-z), exact where the gate saturates; g is in bits, its gradient in natural units.
-    dz = tl.where(mask, dg * (g * 0.6931471805599453) * sigmoid(-z), 0.0)
-    tl.store(dg_ptr + gate_at, dz * rate, mask=mask)
-    tl.store(dt_bias_grad_ptr + at * BK + cols, tl.sum(dz, 0) * rate)
-    tl.store(A_log_grad_ptr + at, tl.sum(tl.sum(dz * z, 1), 0))
+    # x_i 2^G_i counts for the decay of every token up to i, y_j 2^-G_j against it, and y_j 2^(G_end - G_j) for every
+    # token behind j.
+    dg_t = sum_tokens(q_t * dq_t + k_t * (dk_t - near_t), i >= j, EXACT)
+    dg_t += sum_tokens(k_t * dk_out_t, i < j, EXACT)
+    dg_t += (tl.load(dtotal_ptr + at * BK + cols) * tl.exp2(total))[:, None]
+    dz_t = dg_t * slope_t
+    tl.store(dg_ptr + gate_at, tl.trans((dz_t * rate).to(dg_ptr.dtype.element_ty)), mask=mask)
+    tl.store(dt_bias_grad_ptr + at * BK + cols, tl.sum(dz_t, 1) * rate)
+    z_t = rate * (tl.trans(tl.load(g_ptr + gate_at, mask=mask, other=0.0)).to(tl.float32) + bias[:, None])
+    tl.store(A_log_grad_ptr + at * BK + cols, tl.sum(dz_t * z_t, 1))
 
-    dq *= scale
-    q = q_raw * q_scale[:, None]
-    dq = (dq - q * tl.sum(q * dq, 1)[:, None]) * q_scale[:, None]
-    dk = dk_row + dk_col
-    dk = (dk - k * tl.sum(k * dk, 1)[:, None]) * k_scale[:, None]
-    tl.store(dq_ptr + gate_at, dq, mask=mask)
-    tl.store(dk_ptr + gate_at, dk, mask=mask)
+    dk_t += near_t + dk_out_t
+    dq_t = (dq_t - q_t * tl.sum(q_t * dq_t, 0)[None, :]) * q_norm[None, :]
+    dk_t = (dk_t - k_t * tl.sum(k_t * dk_t, 0)[None, :]) * k_norm[None, :]
+    tl.store(dq_ptr + gate_at, tl.trans(dq_t.to(dq_ptr.dtype.element_ty)), mask=mask)
+    tl.store(dk_ptr + gate_at, tl.trans(dk_t.to(dk_ptr.dtype.element_ty)), mask=mask)
 
 
 def reverse_scan(
@@ -309,7 +362,7 @@ def reverse_scan(
         STORE_INITIAL_GRAD=initial_state_grad is not None,
         PACKED=cu_seqlens is not None,
         num_warps=config.scan_warps,
-        num_stages=config.scan_stages,
+        STAGES=config.scan_stages,
     )
 
 
@@ -330,7 +383,7 @@ def chunk_backward(
 ) -> tuple[torch.Tensor | None, ...]:
     """Gradients of (q, k, v, g, beta, A_log, dt_bias, initial_state), each in the dtype of its input.
 
-    All tensors are contiguous. do: [B, T, HV, V] in the dtype of v; final_state_grad: [N, HV, K, V] fp32 or None for zero.
+    All tensors are contiguous. do: [B, T, HV, V]; final_state_grad: [N, HV, K, V] fp32, or None for zero.
     """
     B, T, HV, V = v.shape
     H, K = q.shape[2:]
@@ -345,65 +398,95 @@ def chunk_backward(
     dv = torch.empty_like(v)
     initial_state_grad = None if initial_state is None else torch.empty_like(initial_state)
     reverse_scan(buffers, do, final_state_grad, initial_state_grad, dv, state_grads, cu_seqlens, chunks, config, K)
-    u, inverse = buffers["u"], buffers["inverse"]
-    buffers.clear()  # their memory is that of the gradients below
+
+    # The buffers of the scans are free now and have the shapes of what the last two kernels exchange.
+    dq_in, dk_in, dk_out, dqk = buffers["q_in"], buffers["w"], buffers["k_out"], buffers["qk"]
+    dkk = torch.empty_like(dqk)
+    dtotal = torch.empty_like(buffers["decay"])
+    dbeta = torch.empty_like(beta)
+    packing = (cu_seqlens, chunks.documents, chunks.positions, T, chunks.per_row)
+    grid = (chunks.num * HV,)
+    if chunks.num:
+        state_grad_kernel[grid](
+            beta,
+            buffers["u"],
+            buffers["inverse"],
+            states,
+            state_grads,
+            do,
+            dv,
+            dq_in,
+            dk_in,
+            dk_out,
+            dqk,
+            dkk,
+            dtotal,
+            dbeta,
+            *packing,
+            config.VP // config.BV,
+            scale,
+            HV=HV,
+            V=V,
+            C=config.C,
+            BK=config.BK,
+            VP=config.VP,
+            BV=config.BV,
+            PRECISION=config.precision,
+            PACKED=cu_seqlens is not None,
+            num_warps=config.state_grad_warps,
+            num_stages=1,
+            **register_limit(config.state_grad_registers),
+        )
+    del states, state_grads
+    buffers.clear()
 
     # With several value heads per key head the sum over these is taken in float32.
     shared = HV > H
     key_grad_dtype = torch.float32 if shared else q.dtype
     dq, dk = (torch.empty(B, T, HV, K, device=q.device, dtype=key_grad_dtype) for _ in range(2))
-    dg, dbeta = torch.empty_like(g), torch.empty_like(beta)
+    dg = torch.empty_like(g)
     # Unused chunks of a packed row write nothing.
     partial = torch.empty if cu_seqlens is None else torch.zeros
     dt_bias_grad = partial(chunks.num, HV, config.BK, device=q.device, dtype=torch.float32)
-    A_log_grad = partial(chunks.num, HV, device=q.device, dtype=torch.float32)
+    A_log_grad = partial(chunks.num, HV, config.BK, device=q.device, dtype=torch.float32)
     if chunks.num:
-        grad_kernel[(chunks.num * HV,)](
+        input_grad_kernel[grid](
             q,
             k,
             g,
-            beta,
             A_log,
             dt_bias,
-            u,
-            inverse,
-            states,
-            state_grads,
-            do,
-            dv,
+            dq_in,
+            dk_in,
+            dk_out,
+            dqk,
+            dkk,
+            dtotal,
             dq,
             dk,
             dg,
-            dbeta,
             dt_bias_grad,
             A_log_grad,
-            cu_seqlens,
-            chunks.documents,
-            chunks.positions,
-            T,
-            chunks.per_row,
+            *packing,
             gate_lower_bound * LOG2E,
-            scale,
             H=H,
             HV=HV,
             K=K,
-            V=V,
             C=config.C,
-            L=config.L,
             BK=config.BK,
-            VP=config.VP,
-            BV=config.BV,
             CENTRE=config.centre,
             PRECISION=config.precision,
+            EXACT=config.compute == torch.float32,
             PACKED=cu_seqlens is not None,
-            num_warps=config.grad_warps,
+            num_warps=config.input_grad_warps,
             num_stages=1,
+            **register_limit(config.input_grad_registers),
         )
     if cu_seqlens is not None:
         for x in (dq, dk, dv, dg, dbeta):
             zero_slack(x, cu_seqlens)
     if shared:
         dq, dk = (x.unflatten(2, (H, HV // H)).sum(3).to(q.dtype) for x in (dq, dk))
-    dA_log = A_log_grad.sum(0).to(A_log.dtype).view(A_log.shape)
+    dA_log = A_log_grad.sum((0, 2)).to(A_log.dtype).view(A_log.shape)
     ddt_bias = dt_bias_grad[:, :, :K].sum(0).to(dt_bias.dtype).reshape(dt_bias.shape)
     return dq, dk, dv, dg, dbeta, dA_log, ddt_bias, initial_state_grad

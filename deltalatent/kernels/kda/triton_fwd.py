@@ -2,16 +2,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Forward kernels of chunked KDA with the bounded gate, and their launcher.
 
-Two kernels, in the notation of `reference.py` (C tokens per chunk, two tiles of L tokens in it, log decay in base 2):
+Two kernels, in the notation of `reference.py`, log decay in base 2:
 
-1. `prepare`, one program per chunk and head: everything that does not need the state. From the raw inputs it makes
-   w, u (the solved triangular system), the decayed queries and keys, and the causal products.
+1. `prepare`, one program per chunk of C tokens and head: everything that does not need the state. From the raw inputs
+   it makes w, u (the solved triangular system), the decayed queries and keys, and the causal products. The bound on
+   the gate makes the whole chunk one dense tile: 2^(G_i - G_j) is factored into 2^(G_i + centre) 2^(-G_j - centre),
+   both of which float32 and bfloat16 hold.
 2. `scan`, one program per document, head and block of value columns: walks over the chunks with the state in
-   registers. The state is held transposed, S^T [V, K], so that every product of the walk has its left operand in
-   registers and its right operand is a tile just as `prepare` wrote it; nothing goes back to shared memory in between.
+   registers.
 
-Buffers between kernels are laid out [chunk, HV, C, width] with widths padded to powers of two and zeros in the
-padding, so that neither kernel masks them. Arithmetic between matrix products is float32.
+Tensors of channels and tokens are held and stored transposed, channels first ([K, C], [V, C], and the state
+S^T [V, K]): the many channels then are the rows of every matrix product, which is what tensor cores want, and every
+left operand of the walk comes from registers. Names end in `_t`. Buffers between kernels have widths padded to powers
+of two and zeros in the padding, so that no kernel masks them. Arithmetic between matrix products is float32.
 """
 
 from __future__ import annotations
@@ -32,22 +35,25 @@ class Config(NamedTuple):
     """Tile sizes and launch parameters of one call, chosen from shapes, dtype and the device alone."""
 
     C: int  # tokens per chunk
-    L: int  # tokens per tile, C // 2
     BK: int  # padded key width
     VP: int  # padded value width
     BV: int  # value columns per program of the scans
-    centre: int  # exponent that centres the decay factors of a tile: L / 2 * |bound| in bits
+    centre: int  # exponent that centres the decay factors of a chunk: C / 2 * |bound| in bits
     compute: torch.dtype  # dtype of the operands of matrix products and of the buffers
     precision: str  # how float32 operands are multiplied
     prepare_warps: int
+    prepare_registers: int
     scan_warps: int
     scan_stages: int
-    grad_warps: int
+    state_grad_warps: int
+    state_grad_registers: int
+    input_grad_warps: int
+    input_grad_registers: int
 
 
-def gate_centre(tile: int, gate_lower_bound: float) -> int:
-    """Half the largest cumulative decay of a tile, in bits, rounded to a whole power of two."""
-    return round(tile / 2 * -gate_lower_bound * LOG2E)
+def gate_centre(chunk_size: int, gate_lower_bound: float) -> int:
+    """Half the largest cumulative decay of a chunk, in bits, rounded to a whole power of two."""
+    return round(chunk_size / 2 * -gate_lower_bound * LOG2E)
 
 
 MAX_CENTRE = 116
@@ -58,7 +64,7 @@ def choose_config(K: int, V: int, dtype: torch.dtype, gate_lower_bound: float, s
     """Tile sizes for one call. `shared_memory`: bytes one program may use."""
     BK, VP = (max(triton.next_power_of_2(x), 16) for x in (K, V))
     half = dtype == torch.bfloat16
-    C, L = (64, 32) if half and BK <= 128 and gate_centre(32, gate_lower_bound) <= MAX_CENTRE else (32, 16)
+    C = 32 if gate_centre(32, gate_lower_bound) <= MAX_CENTRE else 16
     BV = min(VP, 64)
     itemsize = 2 if half else 4
     stage = itemsize * (3 * C * BK + C * C + C * BV)
@@ -68,18 +74,26 @@ def choose_config(K: int, V: int, dtype: torch.dtype, gate_lower_bound: float, s
         precision = "ieee"
     return Config(
         C=C,
-        L=L,
         BK=BK,
         VP=VP,
         BV=BV,
-        centre=gate_centre(L, gate_lower_bound),
+        centre=gate_centre(C, gate_lower_bound),
         compute=torch.bfloat16 if half else torch.float32,
         precision=precision,
-        prepare_warps=4 if BK <= 64 else 8,
+        prepare_warps=4,
+        prepare_registers=168,
         scan_warps=4 if BK <= 128 else 8,
         scan_stages=stages,
-        grad_warps=4 if BK <= 64 else 8,
+        state_grad_warps=4,
+        state_grad_registers=255,
+        input_grad_warps=8,
+        input_grad_registers=255,
     )
+
+
+def register_limit(registers: int) -> dict[str, int]:
+    """Launch option that caps the registers per thread, without which `ptxas` sometimes picks far too few."""
+    return {"maxnreg": registers} if torch.version.hip is None else {}
 
 
 class Chunks(NamedTuple):
@@ -145,28 +159,25 @@ def l2_scale(x):
 
 @triton.jit
 def sigmoid(x):
-    return 1.0 / (1.0 + tl.exp2(-1.4426950408889634 * x))
+    # The square of a reciprocal root is far cheaper than a division, and as exact as the exponential.
+    root = tl.rsqrt(1.0 + tl.exp2(-1.4426950408889634 * x))
+    return root * root
 
 
 @triton.jit
-def tile_decay(g, rows, C: tl.constexpr, L: tl.constexpr, BK: tl.constexpr, CENTRE: tl.constexpr):
-    """Decay factors of a chunk from the log2 decay g [C, BK] of its tokens.
+def sum_tokens(x_t, chosen, EXACT: tl.constexpr):
+    """Sums of x_t [channels, C] over the tokens j with chosen[j, i], for each token i; chosen [C, C].
 
-    With c the cumulative decay inside the tile of L tokens, G that inside the chunk:
-    up = 2^(c + CENTRE); down = 2^(-c - CENTRE); across = 2^(c_end - c - CENTRE), for keys of tile 0 seen from tile 1;
-    into = 2^G; out_of = 2^(G_end - G); total [BK] = 2^G_end.
+    As a product this is far cheaper than a scan across threads. Two bfloat16 parts keep 16 bits of x, which is what
+    bfloat16 inputs need; EXACT keeps float32.
     """
-    c = tl.reshape(tl.cumsum(tl.reshape(g, (C // L, L, BK)), 1), (C, BK))
-    second = (rows >= L)[:, None]
-    c_0 = tl.sum(tl.where(second, 0.0, g), 0)[None, :]
-    c_1 = tl.sum(tl.where(second, g, 0.0), 0)[None, :]
-    up = tl.exp2(c + CENTRE)
-    down = tl.exp2(-c - CENTRE)
-    to_end = down * tl.exp2(tl.where(second, c_1, c_0) + CENTRE)
-    into = up * tl.where(second, tl.exp2(c_0 - CENTRE), tl.exp2(c_0 * 0.0 - CENTRE))
-    out_of = to_end * tl.where(second, 1.0, tl.exp2(c_1))
-    across = to_end * tl.exp2(c_0 * 0.0 - CENTRE)
-    return up, down, across, into, out_of, tl.sum(tl.exp2(c_0 + c_1), 0)
+    if EXACT:
+        sums = tl.dot(x_t, chosen.to(tl.float32), input_precision="ieee")
+    else:
+        ones = chosen.to(tl.bfloat16)
+        high = (x_t.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+        sums = tl.dot(high.to(tl.bfloat16), ones, tl.dot((x_t - high).to(tl.bfloat16), ones))
+    return sums
 
 
 @triton.jit
@@ -177,7 +188,7 @@ def unit_lower_inverse(A, i, j, C: tl.constexpr, PRECISION: tl.constexpr):
     keys are nearly equal.
     """
     T = tl.where(i == j, 1.0, 0.0) - tl.where((i // 2 == j // 2) & (i > j), A, 0.0)
-    for level in tl.static_range(2, 7):
+    for level in tl.static_range(2, 6):
         if (1 << level) <= C:
             below = (i >> level == j >> level) & (i >> (level - 1) > j >> (level - 1))
             X = tl.where(below, A, 0.0)
@@ -213,15 +224,16 @@ def prepare_kernel(
     K: tl.constexpr,
     V: tl.constexpr,
     C: tl.constexpr,
-    L: tl.constexpr,
     BK: tl.constexpr,
     VP: tl.constexpr,
     CENTRE: tl.constexpr,
     PRECISION: tl.constexpr,
+    EXACT: tl.constexpr,
     STORE_INVERSE: tl.constexpr,
     PACKED: tl.constexpr,
 ):
-    """w, u, q_in, k_out [chunk, HV, C, *], qk, inverse [chunk, HV, C, C], decay [chunk, HV, BK] of one chunk and head.
+    """Buffers of one chunk and head: w, q_in, k_out [chunk, HV, BK, C], u [chunk, HV, VP, C], qk[j, i] and inverse
+    [chunk, HV, C, C], decay [chunk, HV, BK].
 
     w = M k_in and u = M v with M = (I + A)^-1 diag(b); `inverse` is M.
     """
@@ -233,64 +245,55 @@ def prepare_kernel(
     dtype = w_ptr.dtype.element_ty
     rows = tl.arange(0, C)
     cols = tl.arange(0, BK)
+    i = rows[:, None]
+    j = rows[None, :]
     token = start + rows
     inside = token < end
     mask = inside[:, None] & (cols < K)[None, :]
     key_at = (token * H + i_h // (HV // H))[:, None] * K + cols[None, :]
     gate_at = (token * HV + i_h)[:, None] * K + cols[None, :]
+    at = (i_c * HV + i_h).to(tl.int64)
+    wide = at * BK * C + cols[:, None] * C + rows[None, :]
 
-    g = tl.load(g_ptr + gate_at, mask=mask, other=0.0).to(tl.float32)
+    g_t = tl.trans(tl.load(g_ptr + gate_at, mask=mask, other=0.0)).to(tl.float32)
     bias = tl.load(dt_bias_ptr + i_h * K + cols, mask=cols < K, other=0.0).to(tl.float32)
     rate = tl.exp(tl.load(A_log_ptr + i_h).to(tl.float32))
-    g = tl.where(mask, lower_bits * sigmoid(rate * (g + bias[None, :])), 0.0)
-    up, down, across, into, out_of, total = tile_decay(g, rows, C, L, BK, CENTRE)
+    g_t = lower_bits * sigmoid(rate * (g_t + bias[:, None]))
+    g_t = tl.where((cols < K)[:, None] & inside[None, :], g_t, 0.0)
+    tl.store(decay_ptr + at * BK + cols, tl.exp2(tl.sum(g_t, 1)))
+    upto_t = sum_tokens(g_t, i <= j, EXACT)
+    behind_t = sum_tokens(g_t, i > j, EXACT)
+    up_t = tl.exp2(upto_t + CENTRE)
 
-    i_out = (i_c * HV + i_h).to(tl.int64)
-    wide = i_out * C * BK + rows[:, None] * BK + cols[None, :]
-    tl.store(decay_ptr + i_out * BK + cols, total)
+    q = tl.load(q_ptr + key_at, mask=mask, other=0.0)
+    q_up_t = tl.trans(q).to(tl.float32) * (l2_scale(q.to(tl.float32)) * scale)[None, :] * up_t
+    tl.store(q_in_ptr + wide, (q_up_t * (2.0**-CENTRE)).to(dtype))
+    k = tl.load(k_ptr + key_at, mask=mask, other=0.0)
+    k_t = tl.trans(k).to(tl.float32) * l2_scale(k.to(tl.float32))[None, :]
+    tl.store(k_out_ptr + wide, (k_t * tl.exp2(behind_t)).to(dtype))
+    k_up_t = k_t * up_t
+    k_in_t = (k_up_t * (2.0**-CENTRE)).to(dtype)
+    k_down_t = (k_t * tl.exp2(-upto_t - CENTRE)).to(dtype)
 
-    q = tl.load(q_ptr + key_at, mask=mask, other=0.0).to(tl.float32)
-    q = q * (l2_scale(q) * scale)[:, None]
-    tl.store(q_in_ptr + wide, (q * into).to(dtype))
-    q_up = (q * up).to(dtype)
-    k = tl.load(k_ptr + key_at, mask=mask, other=0.0).to(tl.float32)
-    k = k * l2_scale(k)[:, None]
-    tl.store(k_out_ptr + wide, (k * out_of).to(dtype))
-    k_in = (k * into).to(dtype)
-    k_up = (k * up).to(dtype)
-    k_down = tl.trans((k * down).to(dtype))
-    k_across = tl.trans((k * across).to(dtype))
-
-    i = rows[:, None]
-    j = rows[None, :]
-    same = (i // L) == (j // L)
-    qk = tl.where(
-        same,
-        tl.dot(q_up, k_down, input_precision=PRECISION),
-        tl.dot(q_up, k_across, input_precision=PRECISION),
-    )
-    kk = tl.where(
-        same,
-        tl.dot(k_up, k_down, input_precision=PRECISION),
-        tl.dot(k_up, k_across, input_precision=PRECISION),
-    )
-    square = i_out * C * C + i * C + j
-    tl.store(qk_ptr + square, tl.where(i >= j, qk, 0.0).to(dtype))
-
-    b = sigmoid(tl.load(beta_ptr + token * HV + i_h, mask=inside, other=0.0).to(tl.float32))
-    b = tl.where(inside, b, 0.0)
-    A = tl.where(i > j, kk * b[:, None], 0.0)
+    square = at * C * C + i * C + j
+    qk_t = tl.dot(tl.trans(k_down_t), q_up_t.to(dtype), input_precision=PRECISION)
+    tl.store(qk_ptr + square, tl.where(i <= j, qk_t, 0.0).to(dtype))
+    kk = tl.dot(tl.trans(k_up_t.to(dtype)), k_down_t, input_precision=PRECISION)
+    b = sigmoid(tl.load(beta_ptr + (token * HV + i_h)[:, None], mask=inside[:, None], other=0.0).to(tl.float32))
+    A = tl.where((i > j) & inside[:, None], kk * b, 0.0)
     M = unit_lower_inverse(A, i, j, C, PRECISION)
-    # The columns of the inverse carry b; a row vector in the layout of j is the diagonal read along the other axis.
-    M = (M * tl.sum(tl.where(i == j, b[:, None], 0.0), 0)[None, :]).to(dtype)
+    # The columns of M carry b, which is read again along the other axis.
+    b = sigmoid(tl.load(beta_ptr + (token * HV + i_h)[None, :], mask=inside[None, :], other=0.0).to(tl.float32))
+    M = (M * tl.where(inside[None, :], b, 0.0)).to(dtype)
     if STORE_INVERSE:
         tl.store(inverse_ptr + square, M)
-    tl.store(w_ptr + wide, tl.dot(M, k_in, input_precision=PRECISION).to(dtype))
+    M_t = tl.trans(M)
+    tl.store(w_ptr + wide, tl.dot(k_in_t, M_t, input_precision=PRECISION).to(dtype))
     v_cols = tl.arange(0, VP)
     v_at = (token * HV + i_h)[:, None] * V + v_cols[None, :]
     v = tl.load(v_ptr + v_at, mask=inside[:, None] & (v_cols < V)[None, :], other=0.0).to(dtype)
-    u = tl.dot(M, v, input_precision=PRECISION)
-    tl.store(u_ptr + i_out * C * VP + rows[:, None] * VP + v_cols[None, :], u.to(dtype))
+    u_t = tl.dot(tl.trans(v), M_t, input_precision=PRECISION)
+    tl.store(u_ptr + at * VP * C + v_cols[:, None] * C + rows[None, :], u_t.to(dtype))
 
 
 @triton.jit
@@ -321,6 +324,7 @@ def scan_kernel(
     STORE_FINAL: tl.constexpr,
     OUTPUT: tl.constexpr,
     PACKED: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Walk over the chunks of one document: outputs o, or, for the backward, the states [chunk, HV, VP, BK].
 
@@ -340,29 +344,28 @@ def scan_kernel(
     if HAS_INITIAL:
         S += tl.load(initial_ptr + state_at, mask=state_mask, other=0.0).to(tl.float32)
 
-    for i in range(num_chunks):
+    for i in tl.range(0, num_chunks, num_stages=STAGES):
         at = (first + i) * HV + i_h
-        wide = at * C * BK + rows[:, None] * BK + cols[None, :]
-        w = tl.load(w_ptr + wide)
-        u_at = at * C * VP + rows[None, :] * VP + v_cols[:, None]
-        u = tl.load(u_ptr + u_at).to(tl.float32)
-        k_out = tl.load(k_out_ptr + wide)
+        wide = at * BK * C + cols[:, None] * C + rows[None, :]
+        w_t = tl.load(w_ptr + wide)
+        u_at = at * VP * C + v_cols[:, None] * C + rows[None, :]
+        u_t = tl.load(u_ptr + u_at).to(tl.float32)
+        k_out_t = tl.load(k_out_ptr + wide)
         decay = tl.load(decay_ptr + at * BK + cols)
         S_low = S.to(dtype)
-        u -= tl.dot(S_low, tl.trans(w), input_precision=PRECISION)
-        u_low = u.to(dtype)
+        u_low = (u_t - tl.dot(S_low, w_t, input_precision=PRECISION)).to(dtype)
         if OUTPUT:
-            q_in = tl.load(q_in_ptr + wide)
-            qk = tl.load(qk_ptr + at * C * C + rows[:, None] * C + rows[None, :])
-            o = tl.dot(S_low, tl.trans(q_in), input_precision=PRECISION)
-            o = tl.dot(u_low, tl.trans(qk), o, input_precision=PRECISION)
+            q_in_t = tl.load(q_in_ptr + wide)
+            qk_t = tl.load(qk_ptr + at * C * C + rows[:, None] * C + rows[None, :])
+            o_t = tl.dot(S_low, q_in_t, input_precision=PRECISION)
+            o_t = tl.dot(u_low, qk_t, o_t, input_precision=PRECISION)
             token = start + i * C + rows
             o_mask = (token < end)[None, :] & (v_cols < V)[:, None]
-            tl.store(o_ptr + (token * HV + i_h)[None, :] * V + v_cols[:, None], o, mask=o_mask)
+            tl.store(o_ptr + (token * HV + i_h)[None, :] * V + v_cols[:, None], o_t, mask=o_mask)
         else:
             tl.store(state_ptr + at * VP * BK + v_cols[:, None] * BK + cols[None, :], S_low)
             tl.store(u_ptr + u_at, u_low)
-        S = tl.dot(u_low, k_out, S * decay[None, :], input_precision=PRECISION)
+        S = tl.dot(u_low, tl.trans(k_out_t), S * decay[None, :], input_precision=PRECISION)
 
     if STORE_FINAL:
         tl.store(final_ptr + state_at, S, mask=state_mask)
@@ -411,7 +414,7 @@ def prepare(
     def buffer(*shape: int, dtype: torch.dtype = config.compute) -> torch.Tensor:
         return torch.empty((chunks.num, HV, *shape), device=q.device, dtype=dtype)
 
-    buffers = {"w": buffer(C, BK), "u": buffer(C, VP), "q_in": buffer(C, BK), "k_out": buffer(C, BK)}
+    buffers = {"w": buffer(BK, C), "u": buffer(VP, C), "q_in": buffer(BK, C), "k_out": buffer(BK, C)}
     buffers |= {"qk": buffer(C, C), "decay": buffer(BK, dtype=torch.float32)}
     if store_inverse:
         buffers["inverse"] = buffer(C, C)
@@ -443,15 +446,16 @@ def prepare(
             K=K,
             V=V,
             C=C,
-            L=config.L,
             BK=BK,
             VP=VP,
             CENTRE=config.centre,
             PRECISION=config.precision,
+            EXACT=config.compute == torch.float32,
             STORE_INVERSE=store_inverse,
             PACKED=cu_seqlens is not None,
             num_warps=config.prepare_warps,
             num_stages=1,
+            **register_limit(config.prepare_registers),
         )
     return buffers
 
@@ -501,7 +505,7 @@ def scan(
         OUTPUT=o is not None,
         PACKED=cu_seqlens is not None,
         num_warps=config.scan_warps,
-        num_stages=config.scan_stages,
+        STAGES=config.scan_stages,
     )
 
 
