@@ -20,6 +20,7 @@ from deltalatent.kernels.short_conv.triton_fwd import (
     load_tap,
     locate_documents,
     select_stream,
+    stream_geometry,
     tokens_per_program,
     window,
 )
@@ -95,13 +96,9 @@ def short_conv_backward_kernel(
     dy = select_stream(block, first_of_1, first_of_2, dy0, dy1, dy2)
     dx = select_stream(block, first_of_1, first_of_2, dx0, dx1, dx2)
     state = select_stream(block, first_of_1, first_of_2, state0, state1, state2)
-    D = select_stream(block, first_of_1, first_of_2, D0, D1, D2)
-    stride_b = select_stream(block, first_of_1, first_of_2, stride_b0, stride_b1, stride_b2)
-    stride_t = select_stream(block, first_of_1, first_of_2, stride_t0, stride_t1, stride_t2)
-    local_block = block - select_stream(block, first_of_1, first_of_2, 0, first_of_1, first_of_2)
-
-    channel = local_block * BD + tl.arange(0, BD)
-    in_stream = channel < D
+    D, stride_b, stride_t, channel, in_stream = stream_geometry(
+        block, first_of_1, first_of_2, D0, D1, D2, stride_b0, stride_b1, stride_b2, stride_t0, stride_t1, stride_t2, BD
+    )
     k0 = load_tap(weight, channel, in_stream, 0, W)
     k1 = load_tap(weight, channel, in_stream, 1, W)
     k2 = load_tap(weight, channel, in_stream, 2, W)
@@ -277,13 +274,9 @@ def short_conv_backward_state_kernel(
     state = select_stream(block, first_of_1, first_of_2, state0, state1, state2)
     dstate = select_stream(block, first_of_1, first_of_2, dstate0, dstate1, dstate2)
     dfinal = select_stream(block, first_of_1, first_of_2, dfinal0, dfinal1, dfinal2)
-    D = select_stream(block, first_of_1, first_of_2, D0, D1, D2)
-    stride_b = select_stream(block, first_of_1, first_of_2, stride_b0, stride_b1, stride_b2)
-    stride_t = select_stream(block, first_of_1, first_of_2, stride_t0, stride_t1, stride_t2)
-    local_block = block - select_stream(block, first_of_1, first_of_2, 0, first_of_1, first_of_2)
-
-    channel = local_block * BD + tl.arange(0, BD)
-    in_stream = channel < D
+    D, stride_b, stride_t, channel, in_stream = stream_geometry(
+        block, first_of_1, first_of_2, D0, D1, D2, stride_b0, stride_b1, stride_b2, stride_t0, stride_t1, stride_t2, BD
+    )
     if PACKED:
         begin = tl.load(cu_seqlens + n).to(tl.int64)
         length = tl.load(cu_seqlens + n + 1).to(tl.int64) - begin

@@ -26,6 +26,20 @@ def select_stream(block, first_of_1, first_of_2, p0, p1, p2):
 
 
 @triton.jit
+def stream_geometry(
+    block, first_of_1, first_of_2, D0, D1, D2, stride_b0, stride_b1, stride_b2, stride_t0, stride_t1, stride_t2,
+    BD: tl.constexpr,
+):  # fmt: skip
+    """Width and strides of the stream that owns a block of channels; the channels [BD], and which of them exist."""
+    D = select_stream(block, first_of_1, first_of_2, D0, D1, D2)
+    stride_b = select_stream(block, first_of_1, first_of_2, stride_b0, stride_b1, stride_b2)
+    stride_t = select_stream(block, first_of_1, first_of_2, stride_t0, stride_t1, stride_t2)
+    first_block = select_stream(block, first_of_1, first_of_2, 0, first_of_1, first_of_2)
+    channel = (block - first_block) * BD + tl.arange(0, BD)
+    return D, stride_b, stride_t, channel, channel < D
+
+
+@triton.jit
 def load_tap(weight, channel, in_stream, j: tl.constexpr, W: tl.constexpr):
     """Tap j of four, float32 [BD]; zero where the stream has fewer."""
     return tl.load(weight + channel * W + (j - 4 + W), mask=in_stream & (j >= 4 - W), other=0.0).to(tl.float32)
@@ -139,12 +153,9 @@ def short_conv_forward_kernel(
     weight = select_stream(block, first_of_1, first_of_2, weight0, weight1, weight2)
     y = select_stream(block, first_of_1, first_of_2, y0, y1, y2)
     state = select_stream(block, first_of_1, first_of_2, state0, state1, state2)
-    D = select_stream(block, first_of_1, first_of_2, D0, D1, D2)
-    stride_b = select_stream(block, first_of_1, first_of_2, stride_b0, stride_b1, stride_b2)
-    stride_t = select_stream(block, first_of_1, first_of_2, stride_t0, stride_t1, stride_t2)
-
-    channel = (block - select_stream(block, first_of_1, first_of_2, 0, first_of_1, first_of_2)) * BD + tl.arange(0, BD)
-    in_stream = channel < D
+    D, stride_b, stride_t, channel, in_stream = stream_geometry(
+        block, first_of_1, first_of_2, D0, D1, D2, stride_b0, stride_b1, stride_b2, stride_t0, stride_t1, stride_t2, BD
+    )
     k0 = load_tap(weight, channel, in_stream, 0, W)
     k1 = load_tap(weight, channel, in_stream, 1, W)
     k2 = load_tap(weight, channel, in_stream, 2, W)
@@ -205,12 +216,9 @@ def short_conv_state_kernel(
     x = select_stream(block, first_of_1, first_of_2, x0, x1, x2)
     state = select_stream(block, first_of_1, first_of_2, state0, state1, state2)
     final = select_stream(block, first_of_1, first_of_2, final0, final1, final2)
-    D = select_stream(block, first_of_1, first_of_2, D0, D1, D2)
-    stride_b = select_stream(block, first_of_1, first_of_2, stride_b0, stride_b1, stride_b2)
-    stride_t = select_stream(block, first_of_1, first_of_2, stride_t0, stride_t1, stride_t2)
-
-    channel = (block - select_stream(block, first_of_1, first_of_2, 0, first_of_1, first_of_2)) * BD + tl.arange(0, BD)
-    in_stream = channel < D
+    D, stride_b, stride_t, channel, in_stream = stream_geometry(
+        block, first_of_1, first_of_2, D0, D1, D2, stride_b0, stride_b1, stride_b2, stride_t0, stride_t1, stride_t2, BD
+    )
     if PACKED:
         begin = tl.load(cu_seqlens + n).to(tl.int64)
         length = tl.load(cu_seqlens + n + 1).to(tl.int64) - begin
@@ -252,12 +260,9 @@ def short_conv_update_kernel(
     y = select_stream(block, first_of_1, first_of_2, y0, y1, y2)
     state = select_stream(block, first_of_1, first_of_2, state0, state1, state2)
     final = select_stream(block, first_of_1, first_of_2, final0, final1, final2)
-    D = select_stream(block, first_of_1, first_of_2, D0, D1, D2)
-    stride_b = select_stream(block, first_of_1, first_of_2, stride_b0, stride_b1, stride_b2)
-    stride_t = select_stream(block, first_of_1, first_of_2, stride_t0, stride_t1, stride_t2)
-
-    channel = (block - select_stream(block, first_of_1, first_of_2, 0, first_of_1, first_of_2)) * BD + tl.arange(0, BD)
-    in_stream = channel < D
+    D, stride_b, stride_t, channel, in_stream = stream_geometry(
+        block, first_of_1, first_of_2, D0, D1, D2, stride_b0, stride_b1, stride_b2, stride_t0, stride_t1, stride_t2, BD
+    )
     k0 = load_tap(weight, channel, in_stream, 0, W)
     k1 = load_tap(weight, channel, in_stream, 1, W)
     k2 = load_tap(weight, channel, in_stream, 2, W)
