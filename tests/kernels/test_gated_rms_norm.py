@@ -150,6 +150,15 @@ def test_triton_takes_any_layout_and_no_rows():
 
 
 @needs_triton
+def test_triton_refuses_second_derivatives():
+    x, gate, weight = (tensor.requires_grad_() for tensor in random_case((2, 16), torch.float32, device=DEVICE))
+    y = gated_rms_norm(x, gate, weight, EPS, impl="triton")
+    (dx,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()
+
+
+@needs_triton
 def test_triton_under_compile():
     tensors = [tensor.requires_grad_() for tensor in random_case((3, 4, 16), torch.float32, device=DEVICE)]
 

@@ -9,6 +9,7 @@ backward: `x` and `gate` [..., V] and `weight` [V]; the norm is recomputed.
 """
 
 import torch
+from torch.autograd.function import once_differentiable
 
 
 def _forward(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -35,6 +36,7 @@ class GatedRMSNormFunction(torch.autograd.Function):
         return _forward(x, gate, weight, eps)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy):
         return *_backward(*ctx.saved_tensors, dy, ctx.eps), None
 

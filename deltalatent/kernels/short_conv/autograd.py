@@ -17,6 +17,7 @@ Lists have one entry for each stream (xs [B, T, D], weights [D, 1, W], states an
 """
 
 import torch
+from torch.autograd.function import once_differentiable
 
 Tensors = list[torch.Tensor]
 
@@ -112,6 +113,7 @@ class ShortConvolutionFunction(torch.autograd.Function):
         return tuple(_forward(*streams, list(tensors[2 * count :]), cu_seqlens, silu, final))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, *grads):
         *tensors, cu_seqlens = ctx.saved_tensors
         xs, weights, states = (tensors[: ctx.count], tensors[ctx.count : 2 * ctx.count], tensors[2 * ctx.count :])
