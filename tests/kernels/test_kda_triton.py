@@ -1,0 +1,313 @@
+# Copyright 2026 The deltalatent authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Chunked KDA in Triton against the float64 recurrence: golden numbers, extremes, packing, compilation."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from deltalatent.kernels.kda import kda_chunk, kda_chunk_reference, kda_recurrent_reference
+from deltalatent.kernels.kda.autograd import kda_chunk_op
+from deltalatent.kernels.kda.reference import l2_normalize, log_decay
+from tests.kernels.triton_testing import DEVICE, assert_as_exact_as_plain, needs_triton, run_under_interpreter
+
+GOLDEN = Path(__file__).parents[1] / "data" / "golden" / "kda_op"
+CASES = json.loads((GOLDEN / "config.json").read_text())["cases"]
+NAMES = ("q", "k", "v", "g", "beta", "A_log", "dt_bias")
+LENGTHS = [0, 1, 33, 0, 5, 32]
+
+
+def random_inputs(B, T, H, K, V, *, HV=None, documents=None, dtype=torch.float32, gate="wide", keys="random"):
+    """Raw inputs by name; `gate` says where the log decay lies, `keys` how alike the keys are."""
+    HV = HV or H
+
+    def normal(*shape, dtype=dtype):
+        return torch.randn(*shape, device=DEVICE).to(dtype)
+
+    shift, spread = {"wide": (0.0, 4.0), "bound": (30.0, 1.0), "none": (-12.0, 1.0)}[gate]
+    inputs = {
+        "q": normal(B, T, H, K),
+        "k": normal(B, T, H, K),
+        "v": normal(B, T, HV, V),
+        "g": shift + spread * normal(B, T, HV, K),
+        "beta": normal(B, T, HV),
+        "A_log": 0.5 * normal(HV, dtype=torch.float32),
+        "dt_bias": normal(HV * K, dtype=torch.float32),
+        "initial_state": normal(documents or B, HV, K, V, dtype=torch.float32),
+    }
+    if keys == "collinear":
+        inputs["k"] = normal(B, 1, H, K) + 0.02 * inputs["k"]
+        inputs["beta"] = inputs["beta"] + 6
+    return inputs
+
+
+def run(form, inputs, *, o_weight=None, state_weight=None, **options):
+    """Outputs, final states and the gradients of a fixed random functional of both, by name."""
+    leaves = {name: x.detach().clone().requires_grad_() for name, x in inputs.items()}
+    state = leaves.get("initial_state")
+    o, final = form(*[leaves[n] for n in NAMES], initial_state=state, output_final_state=True, **options)
+    if o_weight is None:
+        generator = torch.Generator().manual_seed(7)
+        o_weight = torch.randn(o.shape, generator=generator).to(DEVICE)
+        state_weight = torch.randn(final.shape, generator=generator).to(DEVICE)
+    loss = (o.to(torch.promote_types(o.dtype, torch.float32)) * o_weight).sum() + (final * state_weight).sum()
+    grads = torch.autograd.grad(loss, list(leaves.values()))
+    return {"o": o.detach(), "final_state": final.detach()} | dict(zip(leaves, grads, strict=True))
+
+
+def triton_form(*args, **options):
+    return kda_chunk(*args, impl="triton", **options)
+
+
+def check(inputs, **options):
+    """Triton against float64, within twice the error of the PyTorch recurrence in float32 plus a rounding band."""
+    exact = run(kda_recurrent_reference, {name: x.double() for name, x in inputs.items()}, **options)
+    plain = run(kda_recurrent_reference, inputs, **options)
+    actual = run(triton_form, inputs, **options)
+    for name, x in exact.items():
+        assert torch.isfinite(actual[name]).all(), f"{name} is not finite"
+        error, error_plain = ((y[name].double() - x).abs().max().item() for y in (actual, plain))
+        # Chunked sums of 32 terms behind factors of up to 2^58: some 100 roundings of the largest element.
+        allowed = 2 * error_plain + 100 * torch.finfo(torch.float32).eps * x.abs().max().item() + 1e-9
+        assert error <= allowed, f"{name}: error {error:.3e}, allowed {allowed:.3e}"
+    return actual
+
+
+@needs_triton
+@pytest.mark.parametrize("case", [name for name, case in CASES.items() if case["gate_lower_bound"] is not None])
+def test_golden_numbers(case):
+    """Tolerances: those published with the numbers, plus float32 rounding where the exact gradient is zero."""
+    data = {n.removeprefix(f"{case}."): x.to(DEVICE) for n, x in golden().items() if n.startswith(f"{case}.")}
+    stored = {"g": "g_raw", "beta": "beta_raw"}
+    inputs = {n: data[stored.get(n, n)].float() for n in NAMES}
+    if "initial_state" in data:
+        inputs["initial_state"] = data["initial_state"]
+    actual = run(
+        triton_form,
+        inputs,
+        o_weight=data.get("do"),
+        state_weight=data.get("dstate"),
+        cu_seqlens=data.get("cu_seqlens"),
+    )
+    torch.testing.assert_close(actual["o"], data["o"], rtol=0, atol=2e-5)
+    torch.testing.assert_close(actual["final_state"], data["final_state"], rtol=0, atol=2e-5)
+    if not CASES[case]["gradients"]:
+        return
+    tolerance = 1e-3 if case == "all_min" else 2e-4
+    expected = {n: data["d_" + stored.get(n, n)] for n in inputs}
+    rounding = torch.finfo(torch.float32).eps * max(x.abs().max().item() for x in expected.values())
+    for name, x in expected.items():
+        error = (actual[name] - x).abs().max().item()
+        assert error <= tolerance * x.abs().max().item() + rounding, f"gradient of {name}: {error:.2e}"
+
+
+def golden() -> dict[str, torch.Tensor]:
+    return load_file(GOLDEN / "expected.safetensors")
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    "shape",
+    [dict(H=1, HV=3, K=12, V=40), dict(H=2, K=48, V=8), dict(H=1, K=40, V=72)],
+    ids=["three-value-heads-K12-V40", "K48-V8", "K40-V72"],
+)
+def test_head_shapes(shape):
+    check(random_inputs(1, 37, **shape))
+
+
+@needs_triton
+@pytest.mark.parametrize("bound", [-1.0, -9.5], ids=["bound1-chunks-of-32", "bound9.5-chunks-of-16"])
+def test_other_bounds(bound):
+    check(random_inputs(1, 37, 1, 16, 16, gate="bound"), gate_lower_bound=bound)
+
+
+@needs_triton
+@pytest.mark.parametrize("gate", ["bound", "none"])
+@pytest.mark.parametrize("keys", ["random", "collinear"])
+def test_extreme_gates_and_keys(gate, keys):
+    """S01, S02, S06 of the field's reports: strong or no decay, and a triangular inverse with large entries."""
+    check(random_inputs(1, 65, 1, 16, 16, gate=gate, keys=keys))
+
+
+@needs_triton
+def test_packed_documents():
+    """Empty, one-token and chunk-sized documents, and slack rows whose content reaches nothing."""
+    offsets = torch.tensor([0, *LENGTHS], device=DEVICE, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    total = sum(LENGTHS)
+    inputs = random_inputs(1, total + 6, 1, 16, 16, HV=2, documents=len(LENGTHS))
+    for name in ("q", "k", "v", "g", "beta"):
+        inputs[name][:, total:] = float("nan")
+    actual = run(triton_form, inputs, cu_seqlens=offsets)
+    for name in ("o", "q", "k", "v", "g", "beta"):
+        assert not actual[name][:, total:].any(), f"{name} of slack rows is not zero"
+    for name in ("q", "k", "v", "g", "beta"):
+        inputs[name][:, total:] = 0
+    exact = run(kda_recurrent_reference, {n: x.double() for n, x in inputs.items()}, cu_seqlens=offsets)
+    for name, x in exact.items():
+        torch.testing.assert_close(actual[name].double(), x, rtol=0, atol=1e-5 * max(1.0, x.abs().max().item()))
+
+
+@needs_triton
+def test_future_tokens_do_not_matter():
+    """To the last bit: nothing computed for a token depends on later ones, not even a common factor."""
+    inputs = random_inputs(1, 70, 1, 16, 16)
+    changed = {name: x.clone() for name, x in inputs.items()}
+    for name in ("q", "k", "v", "g", "beta"):
+        changed[name][:, 40:] += 1
+    before, after = (triton_form(*[x[n] for n in NAMES])[0] for x in (inputs, changed))
+    assert torch.equal(before[:, :40], after[:, :40])
+    assert not torch.equal(before[:, 40:], after[:, 40:])
+
+
+@needs_triton
+def test_repeated_runs_and_equal_rows_are_bit_equal():
+    """S05: no atomics, and no row knows of the others."""
+    inputs = random_inputs(1, 40, 1, 16, 16)
+    first, second = run(triton_form, inputs), run(triton_form, inputs)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    rows = {n: x.expand(3, *x.shape[1:]) if x.dim() > 2 else x for n, x in inputs.items()}
+    o, final = triton_form(*[rows[n] for n in NAMES], initial_state=rows["initial_state"], output_final_state=True)
+    assert torch.equal(o, first["o"].expand_as(o)) and torch.equal(final, first["final_state"].expand_as(final))
+
+
+@needs_triton
+def test_strided_inputs():
+    """Slices of one fused projection, as a model has them."""
+    inputs = random_inputs(2, 20, 2, 16, 16)
+    fused = torch.cat([inputs[n] for n in ("q", "k", "v", "g")], dim=-1)
+    strided = inputs | dict(zip(("q", "k", "v", "g"), fused.split(16, dim=-1), strict=True))
+    assert not strided["q"].is_contiguous()
+    expected, actual = (triton_form(*[x[n] for n in NAMES])[0] for x in (inputs, strided))
+    assert torch.equal(expected, actual)
+
+
+@needs_triton
+def test_fp16_is_as_exact_as_its_rounding():
+    inputs = random_inputs(1, 40, 1, 16, 16)
+    half = {n: x.half() if n in ("q", "k", "v", "g", "beta") else x for n, x in inputs.items()}
+    exact = kda_recurrent_reference(*[half[n].double() for n in NAMES])[0]
+    plain = kda_chunk_reference(*[half[n] for n in NAMES])[0]
+    assert_as_exact_as_plain(triton_form(*[half[n] for n in NAMES])[0], exact, plain, "o")
+
+
+@needs_triton
+def test_no_tokens():
+    inputs = random_inputs(2, 0, 1, 16, 16)
+    actual = run(triton_form, inputs)
+    assert actual["o"].shape == (2, 0, 1, 16) and torch.equal(actual["final_state"], inputs["initial_state"])
+
+
+@needs_triton
+def test_compiled_triton_op_is_one_graph_with_the_same_numbers():
+    """S07: the operator is opaque to the compiler, so eager and compiled calls run the same kernels."""
+    inputs = random_inputs(1, 20, 1, 16, 16)
+    compiled = torch.compile(triton_form, backend="aot_eager", fullgraph=True)
+    eager, traced = run(triton_form, inputs), run(compiled, inputs)
+    for name, x in eager.items():
+        assert torch.equal(x, traced[name]), name
+
+
+@needs_triton
+def test_triton_op_registrations():
+    inputs = random_inputs(1, 5, 1, 16, 16)
+    args = [inputs[n].requires_grad_() for n in NAMES]
+    torch.library.opcheck(kda_chunk_op, (*args, None, None, -5.0, 0.25, True), test_utils="test_schema")
+    torch.library.opcheck(kda_chunk_op, (*args, None, None, -5.0, 0.25, True), test_utils="test_faketensor")
+    torch.library.opcheck(
+        kda_chunk_op, (*args, None, None, -5.0, 0.25, False), test_utils="test_autograd_registration"
+    )
+
+
+REFUSALS = {
+    "softplus-gate": ({}, dict(gate_lower_bound=None), ValueError, "would overflow unless `gate_lower_bound`"),
+    "bound-of-12": ({}, dict(gate_lower_bound=-12.0), ValueError, "at least -10.0, got -12.0: use 'torch'"),
+    "float64": (dict(dtype=torch.float64), {}, TypeError, "got torch.float64 for `q`: use 'torch'"),
+    "wide-heads": (dict(K=257), {}, ValueError, "widths up to 256, got K = 257"),
+    "chunk-size": ({}, dict(chunk_size=64), ValueError, "choose the chunk size themselves, got 64"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_what_triton_cannot_run_is_refused_and_left_to_torch_by_auto(case):
+    changed, options, error, message = REFUSALS[case]
+    inputs = random_inputs(**(dict(B=1, T=4, H=1, K=16, V=16) | changed))
+    with pytest.raises(error, match=message):
+        triton_form(*[inputs[n] for n in NAMES], **options)
+    o, _ = kda_chunk(*[inputs[n] for n in NAMES], **options)
+    assert o.shape == inputs["v"].shape and torch.isfinite(o).all()
+
+
+def test_under_the_interpreter():
+    run_under_interpreter(__file__)
+
+
+# On a GPU, in half precision, at sizes of use.
+
+
+def low_precision(q, k, v, g, beta, A_log, dt_bias, *, initial_state, output_final_state, dtype, **options):
+    """The recurrence with every operand of a product rounded to `dtype`, sums in float32: what half precision can do.
+
+    Its backward pass rounds gradients at the same places.
+    """
+
+    def rounded(x):
+        return x.to(dtype).float()
+
+    q, k = (l2_normalize(x.float()) for x in (q, k))
+    decay = log_decay(g.float(), A_log, dt_bias, options.get("gate_lower_bound", -5.0)).exp()
+    b, S, outputs = beta.float().sigmoid(), initial_state, []
+    for t in range(q.shape[1]):
+        k_t, q_t = rounded(k[:, t]), rounded(q[:, t] * q.shape[-1] ** -0.5)
+        S = decay[:, t].unsqueeze(-1) * S
+        error = v[:, t].float() - torch.einsum("bhk,bhkv->bhv", k_t, rounded(S))
+        S = S + torch.einsum("bhk,bhv->bhkv", k_t, rounded(b[:, t].unsqueeze(-1) * error))
+        outputs.append(torch.einsum("bhk,bhkv->bhv", q_t, rounded(S)))
+    return torch.stack(outputs, 1).to(v.dtype), S
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("width", [32, 64, 128, 256])
+@pytest.mark.parametrize("gate", ["wide", "bound", "none"])
+def test_half_precision_triton_on_gpu(dtype, width, gate):
+    """Root mean square error at most twice that of an independent evaluation in the same precision, plus rounding."""
+    inputs = random_inputs(2, 150, 2, width, width, dtype=dtype, gate=gate)
+    exact = run(kda_recurrent_reference, {name: x.double() for name, x in inputs.items()})
+    plain = run(lambda *args, **options: low_precision(*args, dtype=dtype, **options), inputs)
+    actual = run(triton_form, inputs)
+    for name, x in exact.items():
+        norm = x.norm().item()
+        error, error_plain = ((y[name].double() - x).norm().item() for y in (actual, plain))
+        # The floor is for gradients that vanish in exact arithmetic (gates at the bound).
+        assert error <= 2 * error_plain + torch.finfo(dtype).eps * norm + 1e-6, (name, error, error_plain, norm)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("T", [1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 1500, 4096])
+def test_lengths_of_triton_on_gpu(T):
+    """bf16 against the chunked reference in float64; 2^-7 is four roundings of an operand, of random sign."""
+    inputs = random_inputs(1, T, 4, 128, 128, dtype=torch.bfloat16)
+    exact = run(kda_chunk_reference, {name: x.double() for name, x in inputs.items()})
+    actual = run(triton_form, inputs)
+    for name in ("o", "final_state", "q", "k", "v", "g", "beta", "initial_state"):
+        error = (actual[name].double() - exact[name]).norm() / exact[name].norm().clamp(min=1e-6)
+        assert error <= 2**-7, (name, error.item())
+
+
+@pytest.mark.gpu
+def test_no_synchronisation_of_triton_on_gpu():
+    """A packed call, forward and backward, never waits for the device."""
+    offsets = torch.tensor([0, 40, 40, 100], device=DEVICE, dtype=torch.int32)
+    inputs = random_inputs(1, 120, 2, 64, 64, documents=3, dtype=torch.bfloat16)
+    leaves = [inputs[n].requires_grad_() for n in NAMES]
+    triton_form(*leaves, cu_seqlens=offsets)[0].sum().backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        triton_form(*leaves, cu_seqlens=offsets)[0].sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
