@@ -8,6 +8,7 @@ Shapes: B rows, T tokens, D model width, H heads, K head width, W taps, N sequen
 
 from __future__ import annotations
 
+from functools import partial
 from typing import cast
 
 import torch
@@ -110,6 +111,9 @@ class KimiK3DeltaAttention(KeepFloat32):
         )
 
         windows, state = self._read(cache)
+        one_token = state is not None and layout is None and heads[1] == 1
+        # Decoding writes the cache's own tensors, once; autograd must not see that.
+        in_place = one_token and not torch.is_grad_enabled()
         with float32_autocast_disabled(hidden_states.device):
             (q, k, v), new_windows = short_convolution(
                 projected,
@@ -117,10 +121,10 @@ class KimiK3DeltaAttention(KeepFloat32):
                 initial_state=windows,
                 cu_seqlens=cu_seqlens,
                 output_final_state=cache is not None,
+                inplace_state=in_place,
                 impl=impl_around,
             )
-            one_token = state is not None and layout is None and heads[1] == 1
-            attend = kda_recurrent if one_token else kda_chunk
+            attend = partial(kda_recurrent, inplace_state=in_place) if one_token else kda_chunk
             output, state = attend(
                 q.view(heads),
                 k.view(heads),
@@ -135,7 +139,7 @@ class KimiK3DeltaAttention(KeepFloat32):
                 output_final_state=cache is not None,
                 impl=impl,
             )
-            if cache is not None:
+            if cache is not None and not in_place:
                 self._write(cache, cast(tuple[Tensor, ...], new_windows), cast(Tensor, state))
             output = self.o_norm(output, gate.view(heads), impl=impl_around)
 
