@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 
 import torch
@@ -208,8 +209,18 @@ def _recurrent_triton_obstacle(
     return triton_obstacle(v.device)
 
 
+@torch.compiler.assume_constant_result
+def _has_fla() -> bool:
+    return _find_fla()
+
+
+@functools.cache
+def _find_fla() -> bool:
+    return importlib.util.find_spec("fla") is not None
+
+
 def _fla_obstacle(gate_lower_bound: float | None) -> Obstacle | None:
-    if importlib.util.find_spec("fla") is None:
+    if not _has_fla():
         return Obstacle(
             "the package `flash-linear-attention` is not installed: install it, or use 'auto'", ImportError
         )

@@ -136,9 +136,9 @@ def kda_recurrent_reference(
         for t in range(start, end):
             q_t, k_t, v_t, b_t = q[rows, t], k[rows, t], v[rows, t], b[rows, t]
             S = g[rows, t].exp().unsqueeze(-1) * S
-            predicted = torch.einsum("bhk,bhkv->bhv", k_t, S)
-            S = S + torch.einsum("bhk,bhv->bhkv", k_t * b_t.unsqueeze(-1), v_t - predicted)
-            outputs.append(torch.einsum("bhk,bhkv->bhv", q_t, S))
+            predicted = (k_t.unsqueeze(-2) @ S).squeeze(-2)
+            S = S + k_t.unsqueeze(-1) * (b_t.unsqueeze(-1) * (v_t - predicted)).unsqueeze(-2)
+            outputs.append((q_t.unsqueeze(-2) @ S).squeeze(-2))
         final_states.append(S)
     o = torch.stack(outputs, dim=1) if outputs else torch.zeros_like(v[:, :0])
     o = F.pad(o, (0, 0, 0, 0, 0, T - o.shape[1]))
