@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.configuration_utils import PreTrainedConfig
-from transformers.generation import GenerationMixin
+from transformers.generation import GenerationConfig, GenerationMixin, LogitsProcessor, LogitsProcessorList
 from transformers.integrations.accelerate import force_accelerate_hooks
 from transformers.masking_utils import create_causal_mask, create_masks_for_generate
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -528,6 +528,21 @@ def _padding_of_new_tokens(attention_mask: Tensor | None, length: int) -> Tensor
     return padding
 
 
+class RefuseNaN(LogitsProcessor):
+    """Stops `generate` at logits that are NaN; greedy search would take the arg-max of NaN and write on for ever."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """[B, vocab_size] -> the same. Raises ValueError, naming the rows."""
+        rows = torch.isnan(scores).any(dim=-1)
+        if bool(rows.any()):
+            raise ValueError(
+                f"logits must be numbers, got NaN in rows {rows.nonzero().flatten().tolist()} after "
+                f"{input_ids.shape[1]} tokens: look for NaN in the weights or in `inputs_embeds`; "
+                "`remove_invalid_values=True` generates all the same."
+            )
+        return scores
+
+
 class KimiK3ForCausalLM(KimiK3PreTrainedModel, GenerationMixin):
     """The text model with a language-modelling head."""
 
@@ -595,6 +610,12 @@ class KimiK3ForCausalLM(KimiK3PreTrainedModel, GenerationMixin):
             attentions=outputs.attentions,
             router_logits=outputs.router_logits,
         )
+
+    def _get_logits_processor(self, generation_config: GenerationConfig, *args, **kwargs) -> LogitsProcessorList:
+        processors = super()._get_logits_processor(generation_config, *args, **kwargs)
+        if not generation_config.remove_invalid_values:
+            processors.insert(0, RefuseNaN())
+        return processors
 
     @staticmethod
     def create_masks_for_generate(

@@ -228,11 +228,22 @@ def test_nan_in_one_row_of_a_growing_cache_stays_in_that_row() -> None:
             assert_close(actual[1], expected[1], 5e-5)
 
 
-def test_sampling_from_nan_raises() -> None:
-    """S73: rather than emitting some token for ever."""
+@pytest.mark.parametrize("options", [{}, {"do_sample": True}, {"num_beams": 2}], ids=["greedy", "sampling", "beams"])
+def test_generating_from_nan_raises(options: dict[str, object]) -> None:
+    """S73: rather than emitting some token for ever. The rows are named."""
     model = tiny_model()
-    with pytest.raises((RuntimeError, ValueError), match="nan"):
-        model.generate(inputs_embeds=torch.full((1, 4, 32), NAN), max_new_tokens=3, do_sample=True)
+    embeddings = torch.randn(2, 4, 32)
+    embeddings[1, 2] = NAN
+    with pytest.raises(ValueError, match=r"got NaN in rows .* after"):
+        model.generate(inputs_embeds=embeddings, max_new_tokens=3, **options)
+
+
+def test_generating_from_nan_goes_on_when_asked_to() -> None:
+    model = tiny_model()
+    tokens = model.generate(
+        inputs_embeds=torch.full((1, 4, 32), NAN), max_new_tokens=3, min_new_tokens=3, remove_invalid_values=True
+    )
+    assert tokens.shape == (1, 3)
 
 
 def test_training_step_with_nan_counts_nothing_for_balancing() -> None:
