@@ -27,6 +27,8 @@ from generate import continue_prompts
 from report import last_logged, plot_curves, weights_sha256
 
 PROMPTS = ["def read(self,", "The following statement"]
+BALANCE_FIGURES = ["expert_load/max_violation", "expert_load/cv", "expert_load/dead"]
+SHOWN_AS = {int: ",", float: ",.4g"}
 
 
 @dataclass
@@ -125,7 +127,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         "training_loss": last_logged(history, "loss"),
         "held_out_loss": held_out_loss,
         "held_out_loss_unigram": unigram_loss(train, held_out, len(tokenizer)),
-        "expert_load": {key: last_logged(history, f"expert_load/{key}") for key in ("max_violation", "cv", "dead")},
+        **{key: last_logged(history, key) for key in BALANCE_FIGURES},
         "weights_sha256": weights_sha256(model),
         "weights_sha256_reloaded": weights_sha256(reloaded),
         "continuations": continue_prompts(
@@ -136,9 +138,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     plot_curves(history, summary["held_out_loss_unigram"], output / "curves.png")
     for key, value in summary.items():
         if key != "continuations":
-            print(f"{key:24}{value}")
+            print(f"{key:27}{format(value, SHOWN_AS.get(type(value), ''))}")
     for text in summary["continuations"]:
-        print(f"\n{textwrap.indent(text, '    | ')}")
+        print(f"\n{textwrap.indent(text, '    | ', lambda line: True)}")
     print(f"\nWrote the model, summary.json and curves.png to {output}.")
     return summary
 
