@@ -1,0 +1,525 @@
+# Copyright 2026 The deltalatent authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Our operators in the delta-attention models that Transformers ships: `kimi_linear` and the text part of `glm5_next`.
+
+Both are Kimi delta attention (Kimi Linear, arXiv 2510.26692) beside latent attention. As shipped, the delta layers let
+padding decay their state and run straight through the documents of a packed row. `accelerate` gives the layers of one
+model instance another `forward`; parameters, modules and their names stay, and `restore` takes it back.
+
+Nothing here imports Transformers: a model that is handed in has loaded it.
+
+Shapes: B rows of T tokens, D model width, N sequences, L real tokens, W taps, H heads, K head width.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import MethodType
+from typing import Any, NamedTuple, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from deltalatent.kernels.gated_rms_norm import gated_rms_norm
+from deltalatent.kernels.kda import kda_chunk, kda_recurrent
+from deltalatent.kernels.packing import validate_cu_seqlens
+from deltalatent.kernels.short_conv import short_convolution
+
+IMPLEMENTATIONS = ("auto", "triton", "torch", "fla")
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+class _Family(NamedTuple):
+    """Names of the classes that one modeling file of Transformers calls its base model and its two kinds of layers."""
+
+    base: str
+    delta: str
+    attention: str
+    selects_tokens: bool  # whether an indexer selects which tokens the latent attention sees
+
+
+FAMILIES = {
+    "transformers.models.kimi_linear.modeling_kimi_linear": _Family(
+        "KimiLinearModel", "KimiLinearDeltaAttention", "KimiLinearAttention", False
+    ),
+    "transformers.models.glm5_next.modeling_glm5_next": _Family(
+        "Glm5NextTextModel", "Glm5NextTextLinearAttention", "Glm5NextTextAttention", True
+    ),
+}
+
+# What the replacements use of the modules they run for: attributes, and arguments of the `forward` they stand in for.
+DELTA_ATTRIBUTES = (
+    "q_proj", "k_proj", "v_proj", "conv1d.weight", "b_proj", "g_a_proj", "g_b_proj", "o_proj", "head_dim", "layer_idx",
+    "conv_kernel_size", "activation", "forget_gate.f_a_proj", "forget_gate.f_b_proj", "forget_gate.A_log",
+    "forget_gate.dt_bias", "o_norm.weight", "o_norm.variance_epsilon", "o_norm.activation",
+)  # fmt: skip
+BASE_ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "cache", "inputs_embeds", "use_cache")
+LAYER_ARGUMENTS = ("hidden_states", "attention_mask", "cache")
+PACKING_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+
+
+def accelerate(model: Model, *, impl: str = "auto") -> Model:
+    """Make a `kimi_linear` or `glm5_next` model of Transformers run on the operators of this package, in place.
+
+    The delta-attention layers use `short_convolution`, `kda_chunk` (one cached token: `kda_recurrent`) and
+    `gated_rms_norm`: the function computed, per token and head, is that of `kda_chunk`, with the softplus gate
+    (`kimi_linear`) or the gate bounded by `linear_lower_bound` (`glm5_next`). Outputs and gradients are those of the
+    model as shipped, up to rounding, except where that one errs:
+
+    - Padding [B, T] (`attention_mask`) enters neither convolution nor state, wherever it stands. As shipped, only
+      padding on the left leaves the state alone. The layer's output at padding is zero.
+    - Packed documents, given by `cu_seq_lens_q` [N+1] (B = 1) or by `position_ids` [B, T] that restart, give what they
+      give in rows of their own, in the latent-attention layers too: these run over the documents one by one, those
+      of similar length together. No cache is made for a packed batch.
+
+    Parameters, state dict, dtypes, gradient checkpointing and the contents of the cache are untouched, so a model can
+    be saved, copied, pickled, and accelerated or restored at any time. A second call replaces `impl`.
+
+    Args:
+        model: the model or anything that contains it (a PEFT or parallel wrapper).
+        impl: "auto", "triton", "torch" or "fla" for the recurrence, as in `kda_chunk`; convolution and norm, which
+            have no "fla" form, then choose by themselves. A name that cannot run raises at the first call.
+
+    Returns:
+        `model` itself.
+
+    Raises:
+        ValueError: no such layer in `model`, another release of Transformers than ours are written for, an option of
+            the layers that the operators lack, layers whose `forward` somebody else replaced, or an unknown `impl`.
+    """
+    if impl not in IMPLEMENTATIONS:
+        raise ValueError(f"`impl` must be one of {', '.join(map(repr, IMPLEMENTATIONS))}, got {impl!r}.")
+    replacements: list[_Replacement] = []
+    for module in model.modules():
+        family = _family_of(module)
+        if family is None:
+            continue
+        if _is_called(module, family.base):
+            _require(module, (), BASE_ARGUMENTS)
+            replacements.append(_Replacement(module, _base_forward, impl))
+        elif _is_called(module, family.attention):
+            _require(module, (), LAYER_ARGUMENTS)
+            replacements.append(_Replacement(module, _attention_forward, impl))
+        elif _is_called(module, family.delta):
+            _require(module, DELTA_ATTRIBUTES, LAYER_ARGUMENTS)
+            _check_options(module)
+            replacements.append(_Replacement(module, _delta_forward, impl))
+            replacements.append(_Replacement(module.o_norm, _gated_norm_forward, impl))
+    if not {_base_forward, _delta_forward} <= {replacement.run for replacement in replacements}:
+        names = " or ".join(f"`{family.base}` with `{family.delta}` layers" for family in FAMILIES.values())
+        raise ValueError(
+            f"`model` must contain a {names} of Transformers, got {type(model).__name__} without: pass a "
+            "`kimi_linear` or `glm5_next` model; those of this package run on its operators anyway."
+        )
+    for replacement in replacements:
+        replacement.check_place()
+    for replacement in replacements:
+        replacement.install()
+    return model
+
+
+def restore(model: Model) -> Model:
+    """Undo `accelerate`, in place; a model that is not accelerated stays as it is.
+
+    Args:
+        model: what was given to `accelerate`, or contains it.
+
+    Returns:
+        `model` itself.
+    """
+    for module in model.modules():
+        if isinstance(vars(module).get("forward"), _Replacement):
+            del module.forward
+        elif isinstance(vars(module).get("_old_forward"), _Replacement):
+            module._old_forward = MethodType(type(module).forward, module)
+    return model
+
+
+class _Replacement:
+    """The `forward` of one module instance, an ordinary attribute of it that copies and pickles along."""
+
+    def __init__(self, module: nn.Module, run: Callable[..., Any], impl: str) -> None:
+        self.module = module
+        self.run = run
+        self.impl = impl
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(self.module, self.impl, *args, **kwargs)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        # Who looks up which arguments the model takes shall find those of the original.
+        return inspect.signature(MethodType(type(self.module).forward, self.module))
+
+    @property
+    def place(self) -> str:
+        # Hooks of the package accelerate (offloading, device maps) sit in `forward` and call what they found there.
+        return "_old_forward" if "_old_forward" in vars(self.module) else "forward"
+
+    def check_place(self) -> None:
+        if _family_of(self.module) is not None and type(self.module).forward.__module__ not in FAMILIES:
+            raise ValueError(
+                f"`{type(self.module).__name__}` must not define a `forward` of its own, got one from "
+                f"{type(self.module).forward.__module__}: `accelerate` replaces that of Transformers' class."
+            )
+        found = vars(self.module).get(self.place)
+        if found is None or isinstance(found, _Replacement):
+            return
+        if getattr(found, "__func__", None) is not type(self.module).forward:
+            raise ValueError(
+                f"`{type(self.module).__name__}.forward` must be the one of its class, got {found!r} on the instance: "
+                "undo that replacement first (for example load the model without `use_kernels`)."
+            )
+
+    def install(self) -> None:
+        setattr(self.module, self.place, self)
+
+
+def _family_of(module: nn.Module) -> _Family | None:
+    return next((FAMILIES[cls.__module__] for cls in type(module).__mro__ if cls.__module__ in FAMILIES), None)
+
+
+def _is_called(module: nn.Module, name: str) -> bool:
+    """Whether the module is of the class of Transformers called `name`."""
+    return any(cls.__name__ == name and cls.__module__ in FAMILIES for cls in type(module).__mro__)
+
+
+def _require(module: nn.Module, attributes: tuple[str, ...], arguments: tuple[str, ...]) -> None:
+    missing = [f"`{path}`" for path in attributes if not _has(module, path)]
+    parameters = inspect.signature(type(module).forward).parameters
+    missing += [f"the argument `{name}`" for name in arguments if name not in parameters]
+    if missing:
+        version = getattr(sys.modules.get("transformers"), "__version__", "unknown")
+        raise ValueError(
+            f"`{type(module).__name__}` of Transformers {version} lacks {', '.join(missing)}: `accelerate` is written "
+            "for transformers>=5.24,<6."
+        )
+
+
+def _has(module: Any, path: str) -> bool:
+    for name in path.split("."):
+        if not hasattr(module, name):
+            return False
+        module = getattr(module, name)
+    return True
+
+
+def _check_options(module: nn.Module) -> None:
+    name = type(module).__name__
+    if module.activation not in ("silu", "swish"):
+        got = module.activation
+        raise ValueError(f"`hidden_act` of {name} must be 'silu', got {got!r}: leave the model as it is.")
+    if module.o_norm.activation != "sigmoid":
+        got = module.o_norm.activation
+        raise ValueError(f"the output gate of {name} must be 'sigmoid', got {got!r}: leave the model as it is.")
+    if module.conv1d.bias is not None:
+        raise ValueError(f"the convolution of {name} must have no bias, got one: leave the model as it is.")
+
+
+class _Bucket(NamedTuple):
+    """Documents of similar length, side by side.
+
+    Attributes:
+        tokens: int64 [n, l], place of every token of n documents in the flattened batch; shorter ones repeat their
+            first token at the end, which causal attention keeps out of sight of the rest.
+        slots: int64 [m], the entries of the flattened `tokens` that are no such repetition.
+        targets: int64 [m], `tokens` there.
+    """
+
+    tokens: Tensor
+    slots: Tensor
+    targets: Tensor
+
+
+class _Sequences(NamedTuple):
+    """Which tokens of a batch form a sequence. A named tuple of tensors, which device hooks know how to move.
+
+    Attributes:
+        cu_seqlens: int32 [N+1], offsets of the sequences among the real tokens; `None` if every row is one sequence.
+        indices: int64 [L], places of the real tokens in the flattened batch [B*T]; `None` if all are real.
+        buckets: the documents of a packed batch; empty if no row holds several.
+    """
+
+    cu_seqlens: Tensor | None = None
+    indices: Tensor | None = None
+    buckets: tuple[_Bucket, ...] = ()
+
+    def gather(self, x: Tensor) -> Tensor:
+        """[B, T, D] -> [1, L, D], or `x` itself if every row is one sequence."""
+        if self.cu_seqlens is None:
+            return x
+        flat = x.flatten(0, 1)
+        return (flat if self.indices is None else flat.index_select(0, self.indices))[None]
+
+    def scatter(self, x: Tensor, shape: torch.Size) -> Tensor:
+        """[1, L, D] -> [B, T, D] with zeros at padding; the inverse of `gather`."""
+        if self.cu_seqlens is None:
+            return x
+        flat = x[0]
+        if self.indices is not None:
+            flat = flat.new_zeros(shape[0] * shape[1], x.shape[2]).index_copy(0, self.indices, flat)
+        return flat.view(*shape[:2], x.shape[2])
+
+
+EACH_ROW = _Sequences()
+
+
+def _find_sequences(
+    batch_size: int,
+    length: int,
+    device: torch.device,
+    mask: Tensor | None,
+    position_ids: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> _Sequences:
+    """Find the sequences of a batch; waits for the device, once per forward of the model.
+
+    A document starts at the first real token of a row and wherever, from one real token to the next, the position
+    does not go on: neither by one nor by the distance of the two in the row (padding comes with either numbering).
+    """
+    if cu_seqlens is not None:
+        validate_cu_seqlens(cu_seqlens, length, batch_size=batch_size)
+        if mask is not None and not bool(mask.all()):
+            raise ValueError(
+                "`cu_seq_lens_q` and an `attention_mask` with padding describe the batch twice: pass one of the two."
+            )
+        offsets = cu_seqlens.tolist()
+        if offsets == [0, length]:
+            return EACH_ROW
+        return _Sequences(cu_seqlens.to(device, torch.int32), None, _buckets(offsets, None, device))
+
+    tokens = torch.arange(batch_size * length, device=device)
+    indices = tokens if mask is None else tokens[mask.to(device).bool().flatten()]
+    row = indices // length
+    if position_ids is not None:
+        if tuple(position_ids.shape) not in ((batch_size, length), (1, length)):
+            raise ValueError(
+                f"`position_ids` must have shape {(batch_size, length)} or {(1, length)}, got "
+                f"{tuple(position_ids.shape)}: pass one position per new token."
+            )
+        position = position_ids.to(device).expand(batch_size, length).flatten()[indices]
+        step, new_row = position.diff(), row.diff() != 0
+        restarts = ~new_row & (step != 1) & (step != indices.diff())
+        if bool(restarts.any()):
+            starts = torch.ones_like(indices, dtype=torch.bool)
+            starts[1:] = restarts | new_row
+            offsets = [*starts.nonzero().flatten().tolist(), indices.numel()]
+            cu_seqlens = torch.tensor(offsets, dtype=torch.int32, device=device)
+            places = None if mask is None else indices
+            return _Sequences(cu_seqlens, places, _buckets(offsets, places, device))
+    if indices.numel() == tokens.numel():
+        return EACH_ROW
+    ends = torch.arange(1, batch_size + 1, device=device)
+    cu_seqlens = torch.cat([ends.new_zeros(1), torch.searchsorted(row, ends)]).to(torch.int32)
+    return _Sequences(cu_seqlens, indices)
+
+
+# Lengths by value cannot live in a compiled graph; a step of decoding does not come here.
+_find_sequences = torch.compiler.disable(_find_sequences)
+
+
+def _buckets(offsets: list[int], indices: Tensor | None, device: torch.device) -> tuple[_Bucket, ...]:
+    """Group documents whose lengths round up to one power of two: at most 1 + log2 T groups, less than half filler."""
+    groups: dict[int, list[tuple[int, int]]] = {}
+    for start, end in itertools.pairwise(offsets):
+        if end > start:
+            groups.setdefault((end - start - 1).bit_length(), []).append((start, end - start))
+    buckets = []
+    for documents in groups.values():
+        first, size = torch.tensor(documents, device=device).T.unsqueeze(2)  # each [n, 1]
+        within = torch.arange(max(size for _, size in documents), device=device)
+        is_real = within < size
+        tokens = first + within * is_real
+        if indices is not None:
+            tokens = indices[tokens]
+        slots = is_real.flatten().nonzero().flatten()
+        buckets.append(_Bucket(tokens, slots, tokens.flatten()[slots]))
+    return tuple(buckets)
+
+
+def _base_forward(module: nn.Module, impl: str, *args: Any, **kwargs: Any) -> Any:
+    """The base model's own forward, after finding the sequences, which reach the layers as a keyword argument."""
+    kwargs |= dict(zip(BASE_ARGUMENTS, args, strict=False))
+    cache = kwargs.get("cache", kwargs.get("past_key_values"))
+    mask, position_ids, cu_seqlens = (kwargs.get(n) for n in ("attention_mask", "position_ids", "cu_seq_lens_q"))
+    padding = mask.get("linear_attention") if isinstance(mask, dict) else mask
+    tokens = kwargs.get("input_ids") if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
+    sequences = EACH_ROW
+    # A single new token is never padding, as Transformers has it.
+    if tokens is not None and tokens.shape[1] > 1 and any(x is not None for x in (padding, position_ids, cu_seqlens)):
+        batch_size, length = tokens.shape[:2]
+        padding = padding[:, -length:] if padding is not None and padding.ndim == 2 else None
+        sequences = _find_sequences(batch_size, length, tokens.device, padding, position_ids, cu_seqlens)
+    if sequences.buckets:
+        _check_packed(module, kwargs, cache)
+        # The layers keep the documents apart themselves: nobody needs the [T, T] masks made without this.
+        masks = dict.fromkeys(("full_attention", "indexed_attention", "linear_attention"))
+        kwargs |= {"attention_mask": masks, "use_cache": False}
+    return type(module).forward(module, **kwargs, sequences=sequences)
+
+
+def _check_packed(module: nn.Module, kwargs: dict[str, Any], cache: Any) -> None:
+    documents = "packed documents (restarting `position_ids` or `cu_seq_lens_q`)"
+    if cache is not None:
+        raise ValueError(
+            f"{documents} cannot be cached, got a `cache`: pass one document per row to continue it, or no cache."
+        )
+    mask = kwargs.get("attention_mask")
+    if isinstance(mask, dict) or (mask is not None and mask.ndim != 2):
+        got = "a dict of masks" if isinstance(mask, dict) else f"shape {tuple(mask.shape)}"
+        raise ValueError(
+            f"{documents} take no other `attention_mask` than a padding mask [B, T], got {got}: pass None, the "
+            "documents are kept apart without it."
+        )
+    if kwargs.get("output_attentions") or getattr(module.config, "output_attentions", False):
+        raise ValueError(
+            f"{documents} have no attention weights over the row, got `output_attentions=True`: pass one document per "
+            "row to see them."
+        )
+
+
+def _attention_forward(
+    module: nn.Module,
+    impl: str,
+    hidden_states: Tensor,
+    attention_mask: Any = None,
+    cache: Any = None,
+    sequences: _Sequences = EACH_ROW,
+    **kwargs: Any,
+) -> Any:
+    """Latent attention: the module's own forward, over each document of a packed batch."""
+    original = type(module).forward
+    if not sequences.buckets:
+        return original(module, hidden_states, attention_mask=attention_mask, cache=cache, **kwargs)
+    kwargs = {name: value for name, value in kwargs.items() if name not in PACKING_ARGUMENTS}
+    selections = kwargs.pop("prev_topk_indices", None) or (None,) * len(sequences.buckets)
+    family = cast(_Family, _family_of(module))
+    flat = hidden_states.flatten(0, 1)
+    results = []
+    for bucket, selection in zip(sequences.buckets, selections, strict=True):
+        documents = flat[bucket.tokens]  # [n, l, D]
+        kwargs["position_ids"] = torch.arange(documents.shape[1], device=flat.device)[None]
+        if family.selects_tokens:
+            kwargs["prev_topk_indices"] = selection
+            mask = torch.ones(documents.shape[:2], dtype=torch.bool, device=flat.device)
+        else:
+            modeling = sys.modules[original.__module__]
+            mask = modeling.create_causal_mask(module.config, documents, attention_mask=None, cache=None)
+        results.append(original(module, documents, attention_mask=mask, cache=None, **kwargs))
+    pairs = zip(results, sequences.buckets, strict=True)
+    outputs = torch.cat([result[0].flatten(0, 1)[bucket.slots] for result, bucket in pairs])
+    targets = torch.cat([bucket.targets for bucket in sequences.buckets])
+    output = outputs.new_zeros(flat.shape[0], outputs.shape[1]).index_copy(0, targets, outputs)
+    output = output.view(*hidden_states.shape[:2], -1)
+    if not family.selects_tokens:
+        return output, None
+    chosen = tuple(result[2] for result in results)
+    return output, None, None if chosen[0] is None else chosen
+
+
+def _delta_forward(
+    module: nn.Module,
+    impl: str,
+    hidden_states: Tensor,
+    cache: Any = None,
+    attention_mask: Tensor | None = None,
+    sequences: _Sequences | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """One delta-attention layer, [B, T, D] -> [B, T, D]. Called on its own, it knows of padding only."""
+    shape = hidden_states.shape
+    if sequences is None:
+        sequences = EACH_ROW
+        if attention_mask is not None and shape[1] > 1:
+            sequences = _find_sequences(shape[0], shape[1], hidden_states.device, attention_mask, None, None)
+    x = sequences.gather(hidden_states)
+    heads = (*x.shape[:2], -1, module.head_dim)
+    gate_module, taps = module.forget_gate, module.conv_kernel_size
+
+    with _weights_present(module.conv1d, gate_module):
+        projected = (module.q_proj(x), module.k_proj(x), module.v_proj(x))  # each [1, L, H*K] or [B, T, H*K]
+        widths = [stream.shape[2] for stream in projected]
+        decay = gate_module.f_b_proj(gate_module.f_a_proj(x)).view(heads)
+        beta = module.b_proj(x)
+        gate = module.g_b_proj(module.g_a_proj(x)).view(heads)
+
+        conv_state = state = windows = None
+        if cache is not None:
+            conv_state = cache.get_conv_state(module.layer_idx)  # [B, 3*H*K, W]; the oldest column is never read
+            state = cache.get_recurrent_state(module.layer_idx)
+        one_token = state is not None and sequences.cu_seqlens is None and shape[1] == 1
+        # Decoding writes the cache's own tensors, once; autograd must not see that.
+        in_place = one_token and not torch.is_grad_enabled()
+        if state is not None:
+            windows = conv_state.narrow(2, conv_state.shape[2] - taps + 1, taps - 1).split(widths, 1)
+            if torch.is_grad_enabled():
+                windows, state = tuple(window.clone() for window in windows), state.clone()
+
+        with _autocast_disabled(x.device):
+            (q, k, v), new_windows = short_convolution(
+                projected,
+                module.conv1d.weight.split(widths, 0),
+                initial_state=windows,
+                cu_seqlens=sequences.cu_seqlens,
+                output_final_state=cache is not None,
+                impl=_beside(impl),
+            )
+            attend, options = (kda_recurrent, {"inplace_state": in_place}) if one_token else (kda_chunk, {})
+            output, state = attend(
+                q.view(heads),
+                k.view(heads),
+                v.view(heads),
+                decay,
+                beta,
+                gate_module.A_log.flatten().float(),
+                gate_module.dt_bias.float(),
+                gate_lower_bound=getattr(gate_module, "safe_gate_lower_bound", None),
+                initial_state=state,
+                cu_seqlens=sequences.cu_seqlens,
+                output_final_state=cache is not None,
+                impl=impl,
+                **options,
+            )
+    if in_place:
+        for window, new_window in zip(windows, new_windows, strict=True):
+            window.copy_(new_window)
+    elif cache is not None:
+        # The cache keeps the last W columns of what it has and gets, and its buffers cannot be part of a graph.
+        columns = nn.functional.pad(torch.cat(new_windows, 1).detach(), (1, 0))
+        cache.update_conv_state(columns, module.layer_idx, conv_kernel_size=taps)
+        cache.update_recurrent_state(state.detach(), module.layer_idx)
+
+    output = module.o_proj(module.o_norm(output, gate).flatten(2))
+    return sequences.scatter(output, shape)
+
+
+def _gated_norm_forward(module: nn.Module, impl: str, hidden_states: Tensor, gate: Tensor) -> Tensor:
+    return gated_rms_norm(hidden_states, gate, module.weight, module.variance_epsilon, impl=_beside(impl))
+
+
+def _beside(impl: str) -> str:
+    """Implementation of what surrounds the recurrence, which has no third-party form."""
+    return "auto" if impl == "fla" else impl
+
+
+@contextmanager
+def _weights_present(*modules: nn.Module) -> Iterator[None]:
+    """Fire the hooks of the package accelerate (offloading) around direct use of the weights of `modules`."""
+    hooked = [(module, module._hf_hook) for module in modules if hasattr(module, "_hf_hook")]
+    for module, hook in hooked:
+        hook.pre_forward(module)
+    yield
+    for module, hook in reversed(hooked):
+        hook.post_forward(module, ())
+
+
+def _autocast_disabled(device: torch.device) -> AbstractContextManager:
+    """Context in which autocast does not touch the float32 arithmetic of the operators."""
+    if not torch.amp.is_autocast_available(device.type):
+        return nullcontext()
+    return torch.autocast(device_type=device.type, enabled=False)
