@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -14,7 +15,13 @@ from safetensors.torch import load_file
 from deltalatent.kernels.kda import kda_chunk, kda_chunk_reference, kda_recurrent_reference
 from deltalatent.kernels.kda.autograd import kda_chunk_op
 from deltalatent.kernels.kda.reference import l2_normalize, log_decay
-from tests.kernels.triton_testing import DEVICE, assert_as_exact_as_plain, needs_triton, run_under_interpreter
+from tests.kernels.triton_testing import (
+    DEVICE,
+    INTERPRETING,
+    assert_as_exact_as_plain,
+    needs_triton,
+    run_under_interpreter,
+)
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden" / "kda_op"
 CASES = json.loads((GOLDEN / "config.json").read_text())["cases"]
@@ -242,17 +249,13 @@ def test_what_triton_cannot_run_is_refused_and_left_to_torch_by_auto(case):
     assert o.shape == inputs["v"].shape and torch.isfinite(o).all()
 
 
-def test_under_the_interpreter():
-    run_under_interpreter(__file__)
-
-
-# On a GPU, in half precision, at sizes of use.
+# Half precision.
 
 
 def low_precision(q, k, v, g, beta, A_log, dt_bias, *, initial_state, output_final_state, dtype, **options):
     """The recurrence with every operand of a product rounded to `dtype`, sums in float32: what half precision can do.
 
-    Its backward pass rounds gradients at the same places.
+    The state is stored in `dtype` after every 32 tokens. The backward pass rounds gradients at the same places.
     """
 
     def rounded(x):
@@ -263,20 +266,15 @@ def low_precision(q, k, v, g, beta, A_log, dt_bias, *, initial_state, output_fin
     b, S, outputs = beta.float().sigmoid(), initial_state, []
     for t in range(q.shape[1]):
         k_t, q_t = rounded(k[:, t]), rounded(q[:, t] * q.shape[-1] ** -0.5)
-        S = decay[:, t].unsqueeze(-1) * S
+        S = decay[:, t].unsqueeze(-1) * (S if t % 32 else rounded(S))
         error = v[:, t].float() - torch.einsum("bhk,bhkv->bhv", k_t, rounded(S))
         S = S + torch.einsum("bhk,bhv->bhkv", k_t, rounded(b[:, t].unsqueeze(-1) * error))
         outputs.append(torch.einsum("bhk,bhkv->bhv", q_t, rounded(S)))
     return torch.stack(outputs, 1).to(v.dtype), S
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("width", [32, 64, 128, 256])
-@pytest.mark.parametrize("gate", ["wide", "bound", "none"])
-def test_half_precision_triton_on_gpu(dtype, width, gate):
+def check_half_precision(inputs, dtype):
     """Root mean square error at most twice that of an independent evaluation in the same precision, plus rounding."""
-    inputs = random_inputs(2, 150, 2, width, width, dtype=dtype, gate=gate)
     exact = run(kda_recurrent_reference, {name: x.double() for name, x in inputs.items()})
     plain = run(lambda *args, **options: low_precision(*args, dtype=dtype, **options), inputs)
     actual = run(triton_form, inputs)
@@ -285,6 +283,84 @@ def test_half_precision_triton_on_gpu(dtype, width, gate):
         error, error_plain = ((y[name].double() - x).norm().item() for y in (actual, plain))
         # The floor is for gradients that vanish in exact arithmetic (gates at the bound).
         assert error <= 2 * error_plain + torch.finfo(dtype).eps * norm + 1e-6, (name, error, error_plain, norm)
+
+
+@pytest.fixture
+def bf16_in_the_interpreter(monkeypatch):
+    """Give interpreted kernels bfloat16: Triton 3.6 holds it as integers, and multiplies these.
+
+    Float32 operands of tf32 products lose their low bits as in tensor cores.
+    """
+    if not INTERPRETING:
+        return
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    plain_cast = InterpreterBuilder.cast_impl
+
+    def widen(x):
+        return (x.data.astype(np.uint32) << 16).view(np.float32)
+
+    def cast(self, x, dtype):
+        source, target = x.dtype.scalar, dtype.scalar
+        if source == tl.bfloat16 and target == tl.float32:
+            return TensorHandle(widen(x), tl.float32)
+        if source != tl.bfloat16 and target == tl.bfloat16:
+            rounded = torch.from_numpy(np.ascontiguousarray(x.data.astype(np.float32))).to(torch.bfloat16)
+            return TensorHandle(rounded.view(torch.int16).numpy().view(np.uint16), tl.bfloat16)
+        return plain_cast(self, x, dtype)
+
+    def dot(self, a, b, accumulator, precision, max_num_imprecise_acc):
+        def operand(x):
+            if x.dtype.scalar == tl.bfloat16:
+                return widen(x)
+            if x.dtype.scalar == tl.float32 and precision.name == "TF32":
+                return (np.ascontiguousarray(x.data).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
+            return x.data
+
+        with np.errstate(over="ignore", invalid="ignore"):
+            product = np.matmul(operand(a), operand(b), dtype=np.float32)
+        return TensorHandle(product + accumulator.data, accumulator.dtype.scalar)
+
+    monkeypatch.setattr(InterpreterBuilder, "cast_impl", cast)
+    monkeypatch.setattr(InterpreterBuilder, "create_fp_to_fp", lambda self, x, dtype, rounding: cast(self, x, dtype))
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", dot)
+
+
+@needs_triton
+@pytest.mark.parametrize("gate", ["wide", "bound", "none"])
+def test_bf16_of_triton(bf16_in_the_interpreter, gate):
+    check_half_precision(random_inputs(1, 100, 1, 32, 32, dtype=torch.bfloat16, gate=gate), torch.bfloat16)
+
+
+@needs_triton
+def test_bf16_gate_gradients_of_triton_have_no_common_error(bf16_in_the_interpreter):
+    """The error of dt_bias is that of a sum over tokens: errors that a whole chunk shares would stand out in it.
+
+    Pairs of tokens within a chunk cancel in the gradient of the decay. Where the two halves of a pair are rounded
+    apart, the error is ten times that of the plain evaluation; it is held to twice.
+    """
+    inputs = random_inputs(1, 160, 1, 64, 64, dtype=torch.bfloat16)
+    exact = run(kda_recurrent_reference, {name: x.double() for name, x in inputs.items()})["dt_bias"]
+    plain = run(lambda *args, **options: low_precision(*args, dtype=torch.bfloat16, **options), inputs)["dt_bias"]
+    actual = run(triton_form, inputs)["dt_bias"]
+    error, error_plain = ((x.double() - exact).norm().item() for x in (actual, plain))
+    assert error <= 2 * error_plain, (error, error_plain)
+
+
+def test_under_the_interpreter():
+    run_under_interpreter(__file__)
+
+
+# On a GPU, at sizes of use.
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("width", [32, 64, 128, 256])
+@pytest.mark.parametrize("gate", ["wide", "bound", "none"])
+def test_half_precision_triton_on_gpu(dtype, width, gate):
+    check_half_precision(random_inputs(2, 150, 2, width, width, dtype=dtype, gate=gate), dtype)
 
 
 @pytest.mark.gpu

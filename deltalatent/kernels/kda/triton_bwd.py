@@ -291,20 +291,29 @@ def input_grad_kernel(
     dqk_t = (dqk_t / largest).to(dtype)
     dkk_t = (dkk_t / largest).to(dtype)
 
+    # A pair of tokens i >= j adds to the decay of i what it takes from that of j. The two cancel for tokens up to j,
+    # but only if both are made of the same rounded factors; the rest would add up over a whole chunk.
     k_down_t = (k_t * down_t).to(dtype)
-    dq_t = tl.load(dq_in_ptr + wide).to(tl.float32) * (2.0**-CENTRE)
-    dq_t = up_t * (dq_t + tl.dot(k_down_t, dqk_t, input_precision=PRECISION) * largest)
-    dk_t = tl.load(dk_in_ptr + wide).to(tl.float32) * (2.0**-CENTRE)
-    dk_t = up_t * (dk_t + tl.dot(k_down_t, dkk_t, input_precision=PRECISION) * largest)
-    near_t = tl.dot((q_t * up_t).to(dtype), tl.trans(dqk_t), input_precision=PRECISION)
-    near_t = tl.dot((k_t * up_t).to(dtype), tl.trans(dkk_t), near_t, input_precision=PRECISION)
-    near_t = near_t * (down_t * largest)
-    dk_out_t = tl.load(dk_out_ptr + wide).to(tl.float32) * tl.exp2(total[:, None] - upto_t)
+    q_up_t = (q_t * up_t).to(dtype)
+    k_up_t = (k_t * up_t).to(dtype)
+    near_t = tl.dot(k_down_t, dqk_t, input_precision=PRECISION) * largest
+    far_t = up_t * (tl.load(dq_in_ptr + wide).to(tl.float32) * (2.0**-CENTRE))
+    dq_t = far_t + up_t * near_t
+    pairs_t = q_up_t.to(tl.float32) * near_t + q_t * far_t
+    near_t = tl.dot(k_down_t, dkk_t, input_precision=PRECISION) * largest
+    far_t = up_t * (tl.load(dk_in_ptr + wide).to(tl.float32) * (2.0**-CENTRE))
+    dk_t = far_t + up_t * near_t
+    pairs_t += k_up_t.to(tl.float32) * near_t + k_t * far_t
+    near_t = tl.dot(q_up_t, tl.trans(dqk_t), input_precision=PRECISION)
+    near_t = tl.dot(k_up_t, tl.trans(dkk_t), near_t, input_precision=PRECISION) * largest
+    far_t = tl.load(dk_out_ptr + wide).to(tl.float32) * tl.exp2(total[:, None] - upto_t)
+    dk_t += far_t + down_t * near_t
+    pairs_t -= k_down_t.to(tl.float32) * near_t
 
     # x_i 2^G_i counts for the decay of every token up to i, y_j 2^-G_j against it, and y_j 2^(G_end - G_j) for every
     # token behind j.
-    dg_t = sum_tokens(q_t * dq_t + k_t * (dk_t - near_t), i >= j, EXACT)
-    dg_t += sum_tokens(k_t * dk_out_t, i < j, EXACT)
+    dg_t = sum_tokens(pairs_t, i >= j, EXACT)
+    dg_t += sum_tokens(k_t * far_t, i < j, EXACT)
     dg_t += (tl.load(dtotal_ptr + at * BK + cols) * tl.exp2(total))[:, None]
     dz_t = dg_t * slope_t
     tl.store(dg_ptr + gate_at, tl.trans((dz_t * rate).to(dg_ptr.dtype.element_ty)), mask=mask)
@@ -312,7 +321,6 @@ def input_grad_kernel(
     z_t = rate * (tl.trans(tl.load(g_ptr + gate_at, mask=mask, other=0.0)).to(tl.float32) + bias[:, None])
     tl.store(A_log_grad_ptr + at * BK + cols, tl.sum(dz_t * z_t, 1))
 
-    dk_t += near_t + dk_out_t
     dq_t = (dq_t - q_t * tl.sum(q_t * dq_t, 0)[None, :]) * q_norm[None, :]
     dk_t = (dk_t - k_t * tl.sum(k_t * dk_t, 0)[None, :]) * k_norm[None, :]
     tl.store(dq_ptr + gate_at, tl.trans(dq_t.to(dq_ptr.dtype.element_ty)), mask=mask)

@@ -69,7 +69,8 @@ def choose_config(K: int, V: int, dtype: torch.dtype, gate_lower_bound: float, s
     itemsize = 2 if half else 4
     stage = itemsize * (3 * C * BK + C * C + C * BV)
     stages = max(1, min(3, (shared_memory - 16384) // stage))
-    precision = "tf32x3" if dtype == torch.float32 else "tf32"
+    # tf32 alone truncates operands to the mantissa of fp16, with a bias: good enough only for the inverse of bf16.
+    precision = "tf32" if half else "tf32x3"
     if torch.version.hip is not None:
         precision = "ieee"
     return Config(
