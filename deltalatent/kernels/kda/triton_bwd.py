@@ -76,9 +76,11 @@ def reverse_scan_kernel(
     STAGES: tl.constexpr,
 ):
     """du [T, HV, V] and the gradients [chunk, HV, VP, BK] of the states behind the chunks of one document."""
-    i_v = tl.program_id(0)
-    i_n = tl.program_id(1) // HV
-    i_h = tl.program_id(1) % HV
+    # Programs of one head are neighbours: they read the same keys. One axis, because only the first is long.
+    value_blocks: tl.constexpr = (V + BV - 1) // BV
+    i_v = tl.program_id(0) % value_blocks
+    i_n = tl.program_id(0) // value_blocks // HV
+    i_h = tl.program_id(0) // value_blocks % HV
     start, end, num_chunks, first = document_span(i_n, cu_ptr, first_ptr, T, per_row, C, PACKED)
     dtype = w_ptr.dtype.element_ty
     rows = tl.arange(0, C)
@@ -343,7 +345,7 @@ def reverse_scan(
     T, HV, V = do.shape[1:]
     if chunks.num_documents == 0:
         return
-    reverse_scan_kernel[(triton.cdiv(V, config.BV), chunks.num_documents * HV)](
+    reverse_scan_kernel[(chunks.num_documents * HV * triton.cdiv(V, config.BV),)](
         buffers["w"],
         buffers["q_in"],
         buffers["k_out"],

@@ -331,9 +331,11 @@ def scan_kernel(
 
     The states are those before the chunks; with them u is overwritten with the corrected values u - w S.
     """
-    i_v = tl.program_id(0)
-    i_n = tl.program_id(1) // HV
-    i_h = tl.program_id(1) % HV
+    # Programs of one head are neighbours: they read the same keys. One axis, because only the first is long.
+    value_blocks: tl.constexpr = (V + BV - 1) // BV
+    i_v = tl.program_id(0) % value_blocks
+    i_n = tl.program_id(0) // value_blocks // HV
+    i_h = tl.program_id(0) // value_blocks % HV
     start, end, num_chunks, first = document_span(i_n, cu_ptr, first_ptr, T, per_row, C, PACKED)
     dtype = w_ptr.dtype.element_ty
     rows = tl.arange(0, C)
@@ -478,7 +480,7 @@ def scan(
     HV = buffers["w"].shape[1]
     if chunks.num_documents == 0:
         return
-    scan_kernel[(triton.cdiv(V, config.BV), chunks.num_documents * HV)](
+    scan_kernel[(chunks.num_documents * HV * triton.cdiv(V, config.BV),)](
         buffers["w"],
         buffers["u"],
         buffers["q_in"],
