@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import cpu_offload
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 from transformers.models.glm5_next import (
@@ -49,11 +50,11 @@ COMMON = {
 
 
 def kimi_linear(**fields) -> KimiLinearForCausalLM:
+    layer_types = ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
     config = KimiLinearConfig(
         num_local_experts=4,
         qk_rope_head_dim=4,
-        layer_types=["linear_attention", "full_attention", "linear_attention", "linear_attention"],
-        **(COMMON | fields),
+        **(COMMON | {"layer_types": layer_types} | fields),
     )
     return randomize_(KimiLinearForCausalLM(config)).eval()
 
@@ -335,6 +336,20 @@ def test_signatures_stay(shipped, ours):
         assert inspect.signature(after.forward) == inspect.signature(before.forward)
 
 
+def test_adapters_inside_the_layers_take_part(shipped):
+    """LoRA on projections that feed the gate, the convolution and the output, in a wrapper around the model."""
+    targets = ["q_proj", "f_b_proj", "g_a_proj", "b_proj", "o_proj"]
+    peft = get_peft_model(shipped, LoraConfig(target_modules=targets, init_lora_weights=False))
+    row = ids(2, 20)
+    expected = logits(peft, input_ids=row)
+    direction = torch.randn_like(expected)
+    expected_gradients = gradients(peft, (expected * direction).sum())
+    assert accelerate(peft, impl="torch") is peft
+    actual = logits(peft, input_ids=row)
+    assert_close(actual, expected, ROUNDED)
+    assert_gradients_close(gradients(peft, (actual * direction).sum()), expected_gradients)
+
+
 @pytest.mark.parametrize("order", ["offloaded_first", "accelerated_first"])
 def test_with_weights_offloaded(shipped, order):
     """Hooks of the package accelerate, which bring weights in when a module is called, are kept and kept informed."""
@@ -353,16 +368,16 @@ def test_with_weights_offloaded(shipped, order):
 
 
 @torch.no_grad()
-def test_a_step_of_decoding_compiles_into_one_graph(ours):
-    row, caches = ids(2, 10), []
-    for _ in range(2):
-        caches.append(StaticCache(config=ours.config.get_text_config(), max_cache_len=16))
-        ours(input_ids=row[:, :9], cache=caches[-1], use_cache=True)
-    step = torch.compile(ours.forward, backend="eager", fullgraph=True)
-    actual, expected = (
-        f(input_ids=row[:, 9:], cache=c, use_cache=True).logits for f, c in zip((step, ours), caches, strict=True)
-    )
-    assert torch.equal(actual, expected)
+def test_a_step_of_decoding_compiles_into_one_graph():
+    """Of one layer of each kind, which is what there is to trace."""
+    layers = {"layer_types": ["linear_attention", "full_attention"], "mlp_layer_types": ["dense"] * 2}
+    model = accelerate(kimi_linear(num_hidden_layers=2, **layers), impl="torch")
+    row, results = ids(2, 10), []
+    for step in (model, torch.compile(model.forward, backend="eager", fullgraph=True)):
+        cache = StaticCache(config=model.config, max_cache_len=16)
+        model(input_ids=row[:, :9], cache=cache, use_cache=True)
+        results.append(step(input_ids=row[:, 9:], cache=cache, use_cache=True).logits)
+    assert torch.equal(*results)
 
 
 @torch.no_grad()
@@ -424,10 +439,17 @@ def test_packed_batches_that_cannot_be_run_are_refused(ours, case):
         ours(**{"input_ids": ids(1, sum(LENGTHS)), "position_ids": positions(*LENGTHS)} | arguments)
 
 
+def parent_of(model: nn.Module, path: str) -> tuple[nn.Module, str]:
+    """Of an attribute of a delta layer, "layers.<number>.<path>": the module that has it, and its name there."""
+    _, number, inside = path.split(".", 2)
+    parent, _, name = inside.rpartition(".")
+    return model.model.layers[int(number)].self_attn.get_submodule(parent), name
+
+
 def without(path: str):
     def change(model: nn.Module) -> None:
-        parent, _, name = path.rpartition(".")
-        delattr(model.get_submodule(parent), name)
+        parent, name = parent_of(model, path)
+        delattr(parent, name)
 
     return change
 
@@ -445,18 +467,18 @@ def set_class(model: nn.Module) -> None:
 
 def set_attribute(path: str, value: object):
     def change(model: nn.Module) -> None:
-        parent, _, name = path.rpartition(".")
-        setattr(model.get_submodule(parent), name, value)
+        parent, name = parent_of(model, path)
+        setattr(parent, name, value)
 
     return change
 
 
 UNFIT_MODELS = {
-    "other_version": (without("model.layers.2.self_attn.forget_gate.A_log"), r"lacks `forget_gate.A_log`.*>=5\.24,<6"),
-    "other_activation": (set_attribute("model.layers.0.self_attn.activation", "gelu"), "must be 'silu', got 'gelu'"),
-    "other_gate": (set_attribute("model.layers.0.self_attn.o_norm.activation", "silu"), "must be 'sigmoid'"),
+    "other_version": (without("layers.2.forget_gate.A_log"), r"lacks `forget_gate.A_log`.*>=5\.24,<6"),
+    "other_activation": (set_attribute("layers.0.activation", "gelu"), "must be 'silu', got 'gelu'"),
+    "other_gate": (set_attribute("layers.0.o_norm.activation", "silu"), "must be 'sigmoid'"),
     "convolution_bias": (
-        set_attribute("model.layers.0.self_attn.conv1d.bias", nn.Parameter(torch.ones(1))),
+        set_attribute("layers.0.conv1d.bias", nn.Parameter(torch.ones(1))),
         "no bias",
     ),
     "replaced_forward": (set_forward, "RMSNormGated.forward` must be the one of its class"),
@@ -471,13 +493,11 @@ def test_models_that_do_not_fit_are_refused_and_left_alone(case):
     change(model)
     with pytest.raises(ValueError, match=message):
         accelerate(model)
-    assert not any(
-        "forward" in vars(module) for name, module in model.named_modules() if not name.endswith("2.self_attn.o_norm")
-    )
+    assert not any("forward" in vars(layer.self_attn) for layer in model.model.layers)
 
 
 def test_models_without_such_layers_and_unknown_implementations_are_refused():
-    with pytest.raises(ValueError, match="must contain a `KimiLinearModel`.*got KimiK3ForCausalLM without"):
+    with pytest.raises(ValueError, match=r"must contain a `KimiLinearModel`.*got KimiK3ForCausalLM without"):
         accelerate(tiny_model())
     with pytest.raises(ValueError, match="got KimiLinearDecoderLayer without"):
         accelerate(kimi_linear().model.layers[0])
