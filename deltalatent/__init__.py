@@ -10,6 +10,8 @@ Importing the package makes the Auto classes of Transformers know its models:
     model = AutoModelForCausalLM.from_pretrained(folder)
 """
 
+from typing import TYPE_CHECKING, Any
+
 from transformers import AutoModel, AutoModelForCausalLM
 
 from deltalatent.configuration import auto
@@ -17,6 +19,9 @@ from deltalatent.configuration.configuration_kimi_k3 import KimiK3Config, KimiK3
 from deltalatent.configuration.sizes import SIZES, count_parameters, size_config
 from deltalatent.conversion import mapping
 from deltalatent.modeling.modeling_kimi_k3 import KimiK3ForCausalLM, KimiK3PreTrainedModel, KimiK3TextModel
+
+if TYPE_CHECKING:
+    from deltalatent.training import lora_targets
 
 __version__ = "0.1.0"
 
@@ -27,6 +32,15 @@ def register() -> None:
     AutoModel.register(KimiK3TextConfig, KimiK3TextModel, exist_ok=True)
     AutoModelForCausalLM.register(KimiK3TextConfig, KimiK3ForCausalLM, exist_ok=True)
     mapping.register()
+
+
+def __getattr__(name: str) -> Any:
+    """`lora_targets`, on first use: importing what drives training takes as long as importing the models."""
+    if name != "lora_targets":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from deltalatent.training import lora_targets
+
+    return lora_targets
 
 
 register()
@@ -40,6 +54,7 @@ __all__ = [
     "KimiK3TextModel",
     "KimiK3VisionConfig",
     "count_parameters",
+    "lora_targets",
     "register",
     "size_config",
 ]

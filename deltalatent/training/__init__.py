@@ -1,6 +1,6 @@
 # Copyright 2026 The deltalatent authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Training: load balancing of the routed experts."""
+"""Training: load balancing of the routed experts, the optimizer, and what LoRA adapts."""
 
 from deltalatent.training.balancing import (
     BalancedRouter,
@@ -11,13 +11,20 @@ from deltalatent.training.balancing import (
     register_quantile_balancing,
     update_selection_bias,
 )
+from deltalatent.training.lora import LoraTargets, lora_targets
+from deltalatent.training.optimizer import MuonAdamW, newton_schulz, parameter_groups
 
 __all__ = [
     "BalanceReport",
     "BalancedRouter",
+    "LoraTargets",
+    "MuonAdamW",
     "QuantileBalancingCallback",
     "balanced_routers",
     "freeze_selection_bias",
+    "lora_targets",
+    "newton_schulz",
+    "parameter_groups",
     "register_quantile_balancing",
     "update_selection_bias",
 ]

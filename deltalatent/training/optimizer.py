@@ -1,0 +1,371 @@
+# Copyright 2026 The deltalatent authors.
+# SPDX-License-Identifier: Apache-2.0
+r"""Muon for the matrices of the layers, head by head and expert by expert, and AdamW for everything else.
+
+Muon replaces the gradient of a matrix by (nearly) the closest matrix with orthonormal rows or columns:
+
+.. math::
+    M \leftarrow \mu M + (1 - \mu) G, \quad
+    W \leftarrow (1 - \eta\lambda) W - \eta \rho \sqrt{\max(R, C)}\; \mathrm{NS}(\mu M + (1 - \mu) G)
+
+for W [R, C]. NS is :func:`newton_schulz`; the root makes the root mean square of an update about rho = 0.2, which is
+what AdamW's updates have, so that both share one learning rate eta. What counts as one matrix matters: NS couples all
+its rows. Each head of a query, key or value projection is a matrix of its own ("per-head Muon"), so is each expert,
+and so is each of several projections that share a tensor.
+
+Sources: Muon (Jordan et al., 2024), Muon is Scalable for LLM Training (arXiv 2502.16982: the factor rho and weight
+decay), Kimi K2 (arXiv 2507.20534), Kimi K3 report (arXiv 2607.24653, section 2.5: per-head Muon), AdamW (arXiv
+1711.05101).
+Shapes: R rows, C columns, N matrices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
+
+from deltalatent.modeling.delta_attention import KimiK3DeltaAttention, KimiK3ShortConvolution
+from deltalatent.modeling.latent_attention import KimiK3LatentAttention
+from deltalatent.modeling.latent_moe import KimiK3Experts, KimiK3MLP, KimiK3SparseMoE
+from deltalatent.modeling.modeling_kimi_k3 import KimiK3PseudoQuery
+
+__all__ = ["MuonAdamW", "newton_schulz", "parameter_groups"]
+
+NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Of Muon's authors, and of `torch.optim.Muon`: five steps take singular values in [0.003, 1] to [0.68, 1.21]."""
+
+NS_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
+
+MIN_NORM = 1e-7
+"""Matrices of a smaller Frobenius norm are not brought up to norm 1, so that nothing becomes of nothing."""
+
+BATCH_ELEMENTS = 2**26
+"""Elements of the matrices that are orthogonalised at once; it bounds the temporary memory of a step."""
+
+MuonOptions = tuple[str, tuple[int, ...] | None, float]
+"""What parameters of one group share: algorithm, row blocks, weight decay."""
+
+
+def newton_schulz(
+    matrices: Tensor,
+    *,
+    steps: int = 5,
+    coefficients: tuple[float, float, float] = NS_COEFFICIENTS,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    r"""Replace the singular values of each matrix by values near 1, without a decomposition.
+
+    .. math::
+        X_0 = G / \lVert G \rVert_F, \quad X_{i+1} = a X_i + (b A + c A^2) X_i, \quad A = X_i X_i^\top
+
+    A singular value s of G / ||G||_F becomes f(f(...f(s))) with f(s) = a s + b s^3 + c s^5; singular vectors stay. The
+    default coefficients approach 1 fast and then stay around it; (15/8, -10/8, 3/8) converge to the polar factor.
+    Source: Muon (Jordan et al., 2024).
+
+    Args:
+        matrices: [..., R, C], floating point; leading axes are separate matrices. Zeros give zeros.
+        steps: Number of iterations, 0 or more.
+        coefficients: (a, b, c).
+        dtype: Of the products; the norm is taken in the dtype of `matrices`.
+
+    Returns:
+        [..., R, C], `dtype`.
+
+    Raises:
+        ValueError: `matrices` has fewer than two axes.
+    """
+    if matrices.ndim < 2:
+        raise ValueError(f"`matrices` must have shape [..., R, C], got {tuple(matrices.shape)}: pass matrices.")
+    a, b, c = coefficients
+    norm = torch.linalg.matrix_norm(matrices, keepdim=True).clamp(min=MIN_NORM)
+    x = (matrices / norm).to(dtype).reshape(-1, *matrices.shape[-2:])  # [N, R, C]
+    is_tall = x.shape[-2] > x.shape[-1]
+    if is_tall:  # the smaller Gram matrix
+        x = x.mT
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    if is_tall:
+        x = x.mT
+    return x.reshape(matrices.shape)
+
+
+def parameter_groups(model: nn.Module, weight_decay: float = 0.1) -> list[dict[str, Any]]:
+    """Groups for :class:`MuonAdamW`: what Muon steps, as which matrices, and what is decayed.
+
+    Muon takes the linear maps of the token and channel mixers and the experts; AdamW embedding, head, router, and all
+    that is no matrix. Not decayed: norms, biases, the decay parameters `A_log` and `dt_bias`, short convolutions and
+    pseudo-queries. The selection bias of the routers is a buffer and belongs to no optimizer. A parameter of a module
+    that is not ours (an adapter, a head of your own) goes to AdamW and is decayed if it has two or more axes.
+
+    The groups suit any optimizer that wants the same rule for weight decay: `torch.optim.AdamW(
+    parameter_groups(model))` carries the other entries along and ignores them.
+
+    Args:
+        model: A model of this package, also inside a wrapper (`DistributedDataParallel`, PEFT).
+        weight_decay: Rate of the decayed groups, per step and unit of learning rate, 0 or more.
+
+    Returns:
+        Dictionaries with `params`, (name, parameter) pairs; `weight_decay`; `algorithm`, `"muon"` or `"adamw"`; and
+        `row_blocks`, the heights of the matrices that lie below each other in a parameter, a pattern that repeats over
+        all its rows, or `None` for one matrix. Each trainable parameter is in exactly one group, frozen ones in none.
+
+    Raises:
+        ValueError: `weight_decay` is negative or not finite, or the model has no trainable parameter.
+    """
+    _require("weight_decay", weight_decay, 0 <= weight_decay < math.inf, "a finite number >= 0")
+    matrices = dict(_matrices(model))
+    vectors = {
+        parameter
+        for module in model.modules()
+        if isinstance(module, KimiK3ShortConvolution | KimiK3PseudoQuery)
+        for parameter in module.parameters()
+    }
+    groups: dict[MuonOptions, list[tuple[str, nn.Parameter]]] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if parameter in matrices:
+            key: MuonOptions = ("muon", matrices[parameter], weight_decay)
+        else:
+            is_decayed = parameter.ndim > 1 and parameter not in vectors
+            key = ("adamw", None, weight_decay if is_decayed else 0.0)
+        groups.setdefault(key, []).append((name, parameter))
+    if not groups:
+        raise ValueError(
+            f"expected a model with trainable parameters, got {type(model).__name__} with none: set `requires_grad`."
+        )
+    return [
+        {"params": named, "algorithm": algorithm, "row_blocks": row_blocks, "weight_decay": rate}
+        for (algorithm, row_blocks, rate), named in groups.items()
+    ]
+
+
+def _matrices(model: nn.Module) -> Iterator[tuple[Tensor, tuple[int, ...] | None]]:
+    """What Muon steps, and the row blocks where a parameter is more than one matrix."""
+    for module in model.modules():
+        blocks: dict[str, tuple[int, ...]] = {}
+        if isinstance(module, KimiK3DeltaAttention):
+            blocks = dict.fromkeys(("q_proj", "k_proj", "v_proj"), (module.head_dim,))
+        elif isinstance(module, KimiK3LatentAttention):
+            blocks = dict.fromkeys(("q_proj", "q_b_proj"), (module.qk_head_dim,))
+            blocks["kv_b_proj"] = (module.qk_nope_head_dim, module.v_head_dim)
+            blocks["kv_a_proj_with_mqa"] = (module.kv_lora_rank, module.qk_rope_head_dim)
+        elif isinstance(module, KimiK3Experts):
+            yield module.gate_up_proj, (module.intermediate_dim, module.intermediate_dim)
+            yield module.down_proj, None
+        elif not isinstance(module, KimiK3MLP | KimiK3SparseMoE):
+            continue
+        for name, child in module.named_children():
+            if isinstance(child, nn.Linear):
+                yield child.weight, blocks.get(name)
+
+
+class MuonAdamW(torch.optim.Optimizer):
+    """One optimizer over the groups of :func:`parameter_groups`, each stepped by its own algorithm.
+
+    On a parameter that is a single matrix, Muon's step is that of `torch.optim.Muon(..., adjust_lr_fn=
+    "match_rms_adamw")`, which takes neither heads nor 3-D experts; groups of AdamW are stepped by PyTorch's own.
+    Parameters in half precision are computed in float32 and rounded once; their state is kept, saved and loaded as
+    float32. Keep the parameters themselves in float32 (with bf16 autocast) if you can: an update below 1/512 of a
+    bf16 weight is lost in rounding. Schedulers, `Trainer(optimizers=(optimizer, None))`, gradient scalers and
+    checkpoints treat it like any other optimizer. A matrix needs one value of state per element, AdamW two.
+
+    Args:
+        params: Groups from :func:`parameter_groups`, or of the same form.
+        lr: Learning rate of all groups, in AdamW's units.
+        momentum: mu, in [0, 1), of Muon.
+        nesterov: Whether Muon looks one gradient ahead (the formula above) or orthogonalises M.
+        ns_steps, ns_coefficients, ns_dtype: See :func:`newton_schulz`.
+        update_rms: rho, root mean square of an update of Muon at learning rate 1.
+        betas: Of AdamW, each in [0, 1).
+        eps: Of AdamW, 0 or more.
+
+    Raises:
+        ValueError: An option is out of range; a group says no algorithm or row blocks that do not fit; at `step`, a
+            gradient is sparse, or a parameter is sharded (`DTensor`): its rows are not whole matrices.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[dict[str, Any]],
+        lr: float = 1e-3,
+        *,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_steps: int = 5,
+        ns_coefficients: tuple[float, float, float] = NS_COEFFICIENTS,
+        ns_dtype: torch.dtype = torch.bfloat16,
+        update_rms: float = 0.2,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+    ) -> None:
+        _require("lr", lr, 0 <= lr < math.inf, "a finite number >= 0")
+        _require("momentum", momentum, 0 <= momentum < 1, "in [0, 1)")
+        _require("ns_steps", ns_steps, ns_steps >= 1, "at least 1")
+        _require("ns_coefficients", ns_coefficients, len(ns_coefficients) == 3, "three numbers (a, b, c)")
+        _require("ns_dtype", ns_dtype, ns_dtype in NS_DTYPES, f"one of {NS_DTYPES}")
+        _require("update_rms", update_rms, 0 < update_rms < math.inf, "a finite number > 0")
+        _require("betas", betas, len(betas) == 2 and all(0 <= beta < 1 for beta in betas), "two numbers in [0, 1)")
+        _require("eps", eps, 0 <= eps < math.inf, "a finite number >= 0")
+        defaults = {
+            "lr": lr,
+            "weight_decay": 0.0,
+            "row_blocks": None,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_steps": ns_steps,
+            "ns_coefficients": tuple(ns_coefficients),
+            "ns_dtype": ns_dtype,
+            "update_rms": update_rms,
+            "betas": tuple(betas),
+            "eps": eps,
+        }
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in `torch.optim.Optimizer`; the group must say its `algorithm`. Raises ValueError if it does not fit."""
+        algorithm = param_group.get("algorithm") if isinstance(param_group, dict) else None
+        if algorithm not in ("muon", "adamw"):
+            raise ValueError(
+                f'`algorithm` of a parameter group must be "muon" or "adamw", got {algorithm!r}: pass '
+                "`parameter_groups(model)` instead of `model.parameters()`."
+            )
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        if algorithm == "muon":
+            for parameter in group["params"]:
+                _check_matrix(parameter, group["row_blocks"])
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters that have a gradient; returns what `closure`, if given, returns."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            grads = [parameter.grad for parameter in parameters]
+            if any(grad.is_sparse for grad in grads):
+                raise ValueError("gradients must be dense, got a sparse one: use `nn.Embedding(sparse=False)`.")
+            if group["algorithm"] == "adamw":
+                self._adamw_step(parameters, grads, group)
+                continue
+            for parameter, grad in zip(parameters, grads, strict=True):
+                self._muon_step(parameter, grad, group)
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in `torch.optim.Optimizer`. Raises ValueError if the groups were made for another model."""
+        kinds = [
+            [(group["algorithm"], group["row_blocks"]) for group in groups]
+            for groups in (self.param_groups, state_dict["param_groups"])
+        ]
+        if kinds[0] != kinds[1]:
+            raise ValueError(
+                f"the groups of the state must be {kinds[0]} (algorithm, row blocks), got {kinds[1]}: load the state "
+                "of an optimizer over the same model."
+            )
+        super().load_state_dict(state_dict)
+        # PyTorch casts state to the dtype of the parameter; ours is wider for half precision.
+        saved = [i for group in state_dict["param_groups"] for i in group["params"]]
+        own = [parameter for group in self.param_groups for parameter in group["params"]]
+        for i, parameter in zip(saved, own, strict=True):
+            for key, value in state_dict["state"].get(i, {}).items():
+                if key != "step":
+                    dtype = _state_dtype(parameter)
+                    self.state[parameter][key] = value.to(device=parameter.device, dtype=dtype, copy=True)
+
+    def _muon_step(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        if isinstance(parameter, DTensor):
+            raise ValueError(
+                f"Muon must see whole matrices, got a parameter sharded as {parameter.placements}: use "
+                "`torch.optim.AdamW(parameter_groups(model))` with FSDP2 or tensor parallelism."
+            )
+        state = self.state[parameter]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(parameter, dtype=_state_dtype(parameter))
+        lr, momentum = float(group["lr"]), group["momentum"]
+        tensors = (parameter, grad, state["momentum_buffer"])
+        for stack in zip(*(_split(tensor, group["row_blocks"]) for tensor in tensors), strict=True):
+            shape = stack[0].shape  # [N, ..., R, C]
+            scale = lr * group["update_rms"] * math.sqrt(max(shape[-2:]))
+            batch = max(1, BATCH_ELEMENTS // shape[1:].numel())
+            for weight, new, buffer in zip(*(tensor.split(batch) for tensor in stack), strict=True):
+                new = new.to(buffer.dtype)
+                buffer.lerp_(new, 1 - momentum)
+                update = newton_schulz(
+                    new.lerp(buffer, momentum) if group["nesterov"] else buffer,
+                    steps=group["ns_steps"],
+                    coefficients=group["ns_coefficients"],
+                    dtype=group["ns_dtype"],
+                )
+                wide = weight.to(buffer.dtype)
+                wide.mul_(1 - lr * group["weight_decay"]).add_(update, alpha=-scale)
+                if wide.dtype != weight.dtype:
+                    weight.copy_(wide)
+
+    def _adamw_step(self, parameters: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
+        wide = [parameter.to(_state_dtype(parameter)) for parameter in parameters]
+        states = [self.state[parameter] for parameter in parameters]
+        for state, tensor in zip(states, wide, strict=True):
+            if not state:
+                state["step"] = torch.tensor(0.0)
+                state["exp_avg"] = torch.zeros_like(tensor)
+                state["exp_avg_sq"] = torch.zeros_like(tensor)
+        beta1, beta2 = group["betas"]
+        adamw(
+            wide,
+            [grad.to(tensor.dtype) for grad, tensor in zip(grads, wide, strict=True)],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            [state["step"] for state in states],
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=float(group["lr"]),
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+        for parameter, tensor in zip(parameters, wide, strict=True):
+            if tensor.dtype != parameter.dtype:
+                parameter.copy_(tensor)
+
+
+def _split(tensor: Tensor, row_blocks: tuple[int, ...] | None) -> list[Tensor]:
+    """Views [N, ..., R, C] of a parameter or what has its shape, one per block of the pattern."""
+    if row_blocks is None:
+        return [tensor if tensor.ndim == 3 else tensor[None]]
+    return list(tensor.unflatten(-2, (-1, sum(row_blocks))).split(row_blocks, dim=-2))
+
+
+def _state_dtype(parameter: Tensor) -> torch.dtype:
+    return torch.promote_types(parameter.dtype, torch.float32)
+
+
+def _check_matrix(parameter: Tensor, row_blocks: tuple[int, ...] | None) -> None:
+    shape = tuple(parameter.shape)
+    if parameter.ndim not in (2, 3):
+        raise ValueError(
+            f'parameters of a "muon" group must have shape [R, C] or [E, R, C], got {shape}: put others into an '
+            '"adamw" group, as `parameter_groups` does; make the groups before anything flattens parameters.'
+        )
+    if row_blocks is not None and (min(row_blocks) < 1 or shape[-2] % sum(row_blocks)):
+        raise ValueError(
+            f"`row_blocks` must be positive and their sum divide the rows of {shape}, got {row_blocks}: use `None` "
+            "for one matrix."
+        )
+
+
+def _require(name: str, value: object, is_valid: bool, expected: str) -> None:
+    if not is_valid:
+        raise ValueError(f"`{name}` must be {expected}, got {value!r}: correct the argument.")
