@@ -317,7 +317,7 @@ class MuonAdamW(torch.optim.Optimizer):
         states = [self.state[parameter] for parameter in parameters]
         for state, tensor in zip(states, wide, strict=True):
             if not state:
-                state["step"] = torch.tensor(0.0)
+                state["step"] = torch.tensor(0.0, dtype=torch.float32)
                 state["exp_avg"] = torch.zeros_like(tensor)
                 state["exp_avg_sq"] = torch.zeros_like(tensor)
         beta1, beta2 = group["betas"]
