@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How released tensors become parameters, for Transformers' conversion engine.
 
-Experts are fused into 3-D parameters, the MoE block is renamed, `A_log` loses its padding; nothing else differs. The
-engine applies the reverse when it saves, so every class writes the released names.
+Experts are fused into 3-D parameters and unpacked if they are packed, the MoE block is renamed, `A_log` loses its
+padding; nothing else differs. The engine applies the reverse when it saves, so every class writes the released names.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from transformers.core_model_loading import (
     WeightConverter,
     WeightRenaming,
 )
+from transformers.distributed.utils import is_dtensor
 
 from deltalatent.configuration.configuration_kimi_k3 import KimiK3TextConfig
+from deltalatent.conversion.mxfp4 import dequantize_mxfp4
 from deltalatent.modeling.checkpoint_errors import shortened
 from deltalatent.modeling.released_layout import MOE_NAME, RELEASED_MOE_NAME
 
@@ -67,26 +69,47 @@ class ExpertsConverter(WeightConverter):
 
     The engine only stacks what it finds in the order of the numbers: without the check a file that lacks expert 3 and
     has one too many at the end would load, with experts in the wrong places.
+
+    The tensors that are present decide whether a matrix was packed as MXFP4, each for itself. Packed ones take the
+    place of the plain one that they stand for, so that patterns, operations and what is saved are those of plain ones.
     """
 
-    __slots__ = ("sources",)
+    __slots__ = ("dtype", "sources")
+    dtype: torch.dtype  # of the parameter; set when something is packed
 
     KEY = re.compile(r"(.*\.experts\.)(\d+)(\..*)")
+    PACKED = re.compile(r"(.*\.experts\.\d+\.w[123]\.weight)(_packed|_scale)")
 
     def __init__(self, source_patterns, target_patterns, operations, **kwargs) -> None:
         super().__init__(source_patterns, target_patterns, operations, **kwargs)
         self.sources: dict[str, list[str]] = defaultdict(list)
+
+    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
+        """Both tensors of a packed matrix go where the plain one would."""
+        part = self.PACKED.fullmatch(source_key)
+        renamed, pattern = super().rename_source_key(part[1] if part else source_key)
+        return (source_key, None) if pattern is None else (renamed, pattern)
 
     def add_tensor(self, target_key, source_key, source_pattern, future) -> None:
         super().add_tensor(target_key, source_key, source_pattern, future)
         self.sources[source_pattern].append(source_key)
 
     def convert(self, layer_name, model=None, config=None, hf_quantizer=None, loading_info=None):
-        """Raises ValueError if an expert is missing, supernumerary, or shaped unlike the others; it is named."""
+        """Raises ValueError if an expert is missing, supernumerary, half packed, or shaped unlike the others; it is
+        named."""
         # The reverse, without `loading_info`, converts one fused parameter. Copies of this converter with other
         # patterns (PEFT makes them for adapters, quantizers for scales) collect other tensors than experts' weights.
         if loading_info is not None and all(pattern.endswith(".weight") for pattern in self.source_patterns):
             self._check_names(config.get_text_config().num_experts)
+            packed = [name for names in self.sources.values() for name in names if self.PACKED.fullmatch(name)]
+            if packed:
+                parameter = model.get_parameter(layer_name)
+                if is_dtensor(parameter):  # the engine would count scales as experts of their own
+                    raise ValueError(
+                        f"experts that are spread over devices must not be packed, got {shortened(packed)}: load the "
+                        "model in one process, save it, and load what was saved."
+                    )
+                self.dtype = parameter.dtype
         return super().convert(layer_name, model, config, hf_quantizer, loading_info)
 
     def materialize_tensors(self) -> dict[str, list[Tensor]]:
@@ -95,6 +118,9 @@ class ExpertsConverter(WeightConverter):
             names = self.sources[pattern]
             if len(tensors) != len(names):
                 continue  # this rank holds some of the experts
+            if any(self.PACKED.fullmatch(name) for name in names):
+                names, tensors = self._unpacked(dict(zip(names, tensors, strict=True)))
+                collected[pattern] = tensors
             for name, tensor in zip(names, tensors, strict=True):
                 if tensor.shape != tensors[0].shape:
                     raise ValueError(
@@ -103,12 +129,30 @@ class ExpertsConverter(WeightConverter):
                     )
         return collected
 
+    def _unpacked(self, tensors: dict[str, Tensor]) -> tuple[list[str], list[Tensor]]:
+        """The same with each packed pair decoded, under the name of the plain tensor, in the order of the experts."""
+        plain = {}
+        for name, tensor in tensors.items():
+            part = self.PACKED.fullmatch(name)
+            if part is None:
+                plain[name] = tensor
+            elif part[2] == "_packed":
+                packed, scale = _as_bytes(name, tensor), _as_bytes(f"{part[1]}_scale", tensors[f"{part[1]}_scale"])
+                try:
+                    plain[part[1]] = dequantize_mxfp4(packed, scale, self.dtype)
+                except ValueError as error:
+                    raise ValueError(f"`{name}` cannot be decoded: {error}") from error
+        return list(plain), list(plain.values())
+
     def _check_names(self, num_experts: int) -> None:
         present = [self.KEY.fullmatch(name) for names in self.sources.values() for name in names]
         prefix = next(match[1] for match in present if match)
         endings = [pattern.rpartition("*")[2] for pattern in self.source_patterns]  # .w1.weight and .w3.weight
-        expected = {f"{prefix}{i}{ending}" for i in range(num_experts) for ending in endings}
         found = {match[0] for match in present if match}
+        expected = set()
+        for plain in (f"{prefix}{i}{ending}" for i in range(num_experts) for ending in endings):
+            pair = {f"{plain}_packed", f"{plain}_scale"}
+            expected |= pair if plain not in found and pair & found else {plain}
         for what, names in (("lacks", expected - found), ("has also", found - expected)):
             if names:
                 raise ValueError(
@@ -120,6 +164,16 @@ class ExpertsConverter(WeightConverter):
 def _only_tensor(input_dict: dict[str, Tensor | list[Tensor]]) -> Tensor:
     (value,) = input_dict.values()
     return value[0] if isinstance(value, list) else value
+
+
+def _as_bytes(name: str, tensor: Tensor) -> Tensor:
+    """uint8 again; the engine casts everything to the dtype of the parameter, where bytes (up to 255) are exact."""
+    as_bytes = tensor.to(torch.uint8)
+    if not torch.equal(as_bytes.to(tensor.dtype), tensor):
+        raise ValueError(
+            f"`{name}` must hold bytes (uint8), got other numbers: the file is damaged or of another format."
+        )
+    return as_bytes
 
 
 def released_to_ours() -> list[WeightConverter | WeightRenaming]:

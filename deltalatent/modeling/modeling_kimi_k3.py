@@ -45,6 +45,7 @@ from deltalatent.modeling.latent_moe import (
     RoutingStatistics,
 )
 from deltalatent.modeling.norms import KimiK3GatedRMSNorm, KimiK3RMSNorm
+from deltalatent.modeling.packed_checkpoints import without_mxfp4_claim
 from deltalatent.modeling.packing import SequenceLayout, sequence_layout
 from deltalatent.modeling.released_layout import accept_released_layout
 
@@ -228,6 +229,9 @@ class KimiK3PreTrainedModel(PreTrainedModel):
         A config that switches a mechanism off (plain residuals, full-rank queries, fewer layers) fits the remaining
         tensors of the checkpoint; so a tensor without a place is as suspicious as a place without a tensor.
 
+        Experts packed as MXFP4 are unpacked to `dtype` while loading, whatever the `ignore` list of the config says:
+        the tensors that are present decide. The model is then an ordinary one, without `quantization_config`.
+
         Args:
             pretrained_model_name_or_path: Folder or Hub repository.
             allow_missing_keys: Initialise tensors that the checkpoint lacks instead of raising, e.g. a new head.
@@ -239,6 +243,7 @@ class KimiK3PreTrainedModel(PreTrainedModel):
         Raises:
             ValueError: Tensors are missing, have no place or another shape, or a file is cut short; they are named.
         """
+        kwargs = without_mxfp4_claim(cls.config_class, pretrained_model_name_or_path, kwargs)
         try:
             loaded: Any = super().from_pretrained(
                 pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
