@@ -17,16 +17,17 @@ import inspect
 import itertools
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
+from deltalatent.kernels.autocast import float32_autocast_disabled
 from deltalatent.kernels.gated_rms_norm import gated_rms_norm
 from deltalatent.kernels.kda import kda_chunk, kda_recurrent
-from deltalatent.kernels.packing import validate_cu_seqlens
+from deltalatent.kernels.sequence_layout import SequenceLayout, sequence_layout
 from deltalatent.kernels.short_conv import short_convolution
 
 IMPLEMENTATIONS = ("auto", "triton", "torch", "fla")
@@ -237,90 +238,43 @@ class _Bucket(NamedTuple):
 
 
 class _Sequences(NamedTuple):
-    """Which tokens of a batch form a sequence. A named tuple of tensors, which device hooks know how to move.
+    """Where the sequences of a batch are, and the documents of a packed batch; empty if every row is one sequence."""
 
-    Attributes:
-        cu_seqlens: int32 [N+1], offsets of the sequences among the real tokens; `None` if every row is one sequence.
-        indices: int64 [L], places of the real tokens in the flattened batch [B*T]; `None` if all are real.
-        buckets: the documents of a packed batch; empty if no row holds several.
-    """
-
-    cu_seqlens: Tensor | None = None
-    indices: Tensor | None = None
+    layout: SequenceLayout | None = None
     buckets: tuple[_Bucket, ...] = ()
+
+    @property
+    def cu_seqlens(self) -> Tensor | None:
+        """Offsets of the sequences, `None` if every row is one."""
+        return None if self.layout is None else self.layout.cu_seqlens
 
     def gather(self, x: Tensor) -> Tensor:
         """[B, T, D] -> [1, L, D], or `x` itself if every row is one sequence."""
-        if self.cu_seqlens is None:
-            return x
-        flat = x.flatten(0, 1)
-        return (flat if self.indices is None else flat.index_select(0, self.indices))[None]
+        return x if self.layout is None else self.layout.gather(x)
 
-    def scatter(self, x: Tensor, shape: torch.Size) -> Tensor:
+    def scatter(self, x: Tensor) -> Tensor:
         """[1, L, D] -> [B, T, D] with zeros at padding; the inverse of `gather`."""
-        if self.cu_seqlens is None:
-            return x
-        flat = x[0]
-        if self.indices is not None:
-            flat = flat.new_zeros(shape[0] * shape[1], x.shape[2]).index_copy(0, self.indices, flat)
-        return flat.view(*shape[:2], x.shape[2])
+        return x if self.layout is None else self.layout.scatter(x)
 
 
 EACH_ROW = _Sequences()
 
 
 def _find_sequences(
-    batch_size: int,
-    length: int,
-    device: torch.device,
-    mask: Tensor | None,
-    position_ids: Tensor | None,
-    cu_seqlens: Tensor | None,
+    tokens: Tensor, mask: Tensor | None, position_ids: Tensor | None, cu_seqlens: Tensor | None
 ) -> _Sequences:
-    """Find the sequences of a batch; waits for the device, once per forward of the model.
-
-    A document starts at the first real token of a row and wherever, from one real token to the next, the position
-    does not go on: neither by one nor by the distance of the two in the row (padding comes with either numbering).
-    """
-    if cu_seqlens is not None:
-        validate_cu_seqlens(cu_seqlens, length, batch_size=batch_size)
-        if mask is not None and not bool(mask.all()):
-            raise ValueError(
-                "`cu_seq_lens_q` and an `attention_mask` with padding describe the batch twice: pass one of the two."
-            )
-        offsets = cu_seqlens.tolist()
-        if offsets == [0, length]:
-            return EACH_ROW
-        return _Sequences(cu_seqlens.to(device, torch.int32), None, _buckets(offsets, None, device))
-
-    tokens = torch.arange(batch_size * length, device=device)
-    indices = tokens if mask is None else tokens[mask.to(device).bool().flatten()]
-    row = indices // length
-    if position_ids is not None:
-        if tuple(position_ids.shape) not in ((batch_size, length), (1, length)):
-            raise ValueError(
-                f"`position_ids` must have shape {(batch_size, length)} or {(1, length)}, got "
-                f"{tuple(position_ids.shape)}: pass one position per new token."
-            )
-        position = position_ids.to(device).expand(batch_size, length).flatten()[indices]
-        step, new_row = position.diff(), row.diff() != 0
-        restarts = ~new_row & (step != 1) & (step != indices.diff())
-        if bool(restarts.any()):
-            starts = torch.ones_like(indices, dtype=torch.bool)
-            starts[1:] = restarts | new_row
-            offsets = [*starts.nonzero().flatten().tolist(), indices.numel()]
-            cu_seqlens = torch.tensor(offsets, dtype=torch.int32, device=device)
-            places = None if mask is None else indices
-            return _Sequences(cu_seqlens, places, _buckets(offsets, places, device))
-    if indices.numel() == tokens.numel():
+    """Find the sequences of a batch `tokens` [B, T, ...]; waits for the device, once per forward of the model."""
+    mask, position_ids, cu_seqlens = (
+        None if x is None else x.to(tokens.device) for x in (mask, position_ids, cu_seqlens)
+    )
+    batch_size, length = tokens.shape[:2]
+    layout = sequence_layout(batch_size, length, attention_mask=mask, position_ids=position_ids, cu_seqlens=cu_seqlens)
+    if layout is None or not layout.is_packed:
+        return _Sequences(layout)
+    offsets = layout.cu_seqlens.tolist()
+    if offsets == [0, batch_size * length]:
         return EACH_ROW
-    ends = torch.arange(1, batch_size + 1, device=device)
-    cu_seqlens = torch.cat([ends.new_zeros(1), torch.searchsorted(row, ends)]).to(torch.int32)
-    return _Sequences(cu_seqlens, indices)
-
-
-# Lengths by value cannot live in a compiled graph; a step of decoding does not come here.
-_find_sequences = torch.compiler.disable(_find_sequences)
+    return _Sequences(layout, _buckets(offsets, layout.indices, tokens.device))
 
 
 def _buckets(offsets: list[int], indices: Tensor | None, device: torch.device) -> tuple[_Bucket, ...]:
@@ -352,9 +306,8 @@ def _base_forward(module: nn.Module, impl: str, *args: Any, **kwargs: Any) -> An
     sequences = EACH_ROW
     # A single new token is never padding, as Transformers has it.
     if tokens is not None and tokens.shape[1] > 1 and any(x is not None for x in (padding, position_ids, cu_seqlens)):
-        batch_size, length = tokens.shape[:2]
-        padding = padding[:, -length:] if padding is not None and padding.ndim == 2 else None
-        sequences = _find_sequences(batch_size, length, tokens.device, padding, position_ids, cu_seqlens)
+        padding = padding[:, -tokens.shape[1] :] if padding is not None and padding.ndim == 2 else None
+        sequences = _find_sequences(tokens, padding, position_ids, cu_seqlens)
     if sequences.buckets:
         _check_packed(module, kwargs, cache)
         # The layers keep the documents apart themselves: nobody needs the [T, T] masks made without this.
@@ -436,7 +389,7 @@ def _delta_forward(
     if sequences is None:
         sequences = EACH_ROW
         if attention_mask is not None and shape[1] > 1:
-            sequences = _find_sequences(shape[0], shape[1], hidden_states.device, attention_mask, None, None)
+            sequences = _find_sequences(hidden_states, attention_mask, None, None)
     x = sequences.gather(hidden_states)
     heads = (*x.shape[:2], -1, module.head_dim)
     gate_module, taps = module.forget_gate, module.conv_kernel_size
@@ -460,7 +413,7 @@ def _delta_forward(
             if torch.is_grad_enabled():
                 windows, state = tuple(window.clone() for window in windows), state.clone()
 
-        with _autocast_disabled(x.device):
+        with float32_autocast_disabled(x.device):
             (q, k, v), new_windows = short_convolution(
                 projected,
                 module.conv1d.weight.split(widths, 0),
@@ -495,7 +448,7 @@ def _delta_forward(
         cache.update_recurrent_state(state.detach(), module.layer_idx)
 
     output = module.o_proj(module.o_norm(output, gate).flatten(2))
-    return sequences.scatter(output, shape)
+    return sequences.scatter(output)
 
 
 def _gated_norm_forward(module: nn.Module, impl: str, hidden_states: Tensor, gate: Tensor) -> Tensor:
@@ -516,10 +469,3 @@ def _weights_present(*modules: nn.Module) -> Iterator[None]:
     yield
     for module, hook in reversed(hooked):
         hook.post_forward(module, ())
-
-
-def _autocast_disabled(device: torch.device) -> AbstractContextManager:
-    """Context in which autocast does not touch the float32 arithmetic of the operators."""
-    if not torch.amp.is_autocast_available(device.type):
-        return nullcontext()
-    return torch.autocast(device_type=device.type, enabled=False)

@@ -17,11 +17,12 @@ from transformers.cache_utils import Cache
 from transformers.integrations.accelerate import force_accelerate_hooks
 
 from deltalatent.configuration.configuration_kimi_k3 import KimiK3TextConfig
+from deltalatent.kernels.autocast import float32_autocast_disabled
 from deltalatent.kernels.kda import kda_chunk, kda_recurrent
+from deltalatent.kernels.sequence_layout import SequenceLayout
 from deltalatent.kernels.short_conv import short_convolution
 from deltalatent.modeling.norms import KimiK3GatedRMSNorm
-from deltalatent.modeling.packing import SequenceLayout
-from deltalatent.modeling.precision import KeepFloat32, float32_autocast_disabled
+from deltalatent.modeling.precision import KeepFloat32
 
 
 class KimiK3ShortConvolution(KeepFloat32):

@@ -18,9 +18,10 @@ from torch.nn import functional as F
 from transformers.integrations.moe import use_experts_implementation
 
 from deltalatent.configuration.configuration_kimi_k3 import KimiK3TextConfig
+from deltalatent.kernels.autocast import float32_autocast_disabled
 from deltalatent.kernels.situ import situ_glu
 from deltalatent.modeling.norms import KimiK3RMSNorm
-from deltalatent.modeling.precision import KeepFloat32, float32_autocast_disabled
+from deltalatent.modeling.precision import KeepFloat32
 from deltalatent.modeling.quantile_balancing import QuantileHistogram
 
 

@@ -34,6 +34,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from deltalatent.configuration.configuration_kimi_k3 import KimiK3TextConfig
 from deltalatent.kernels.attn_res import attention_residual_mix
+from deltalatent.kernels.sequence_layout import SequenceLayout, sequence_layout
 from deltalatent.modeling.checkpoint_errors import check_conversion, shortened, unreadable_files
 from deltalatent.modeling.delta_attention import KimiK3DeltaAttention, KimiK3ShortConvolution
 from deltalatent.modeling.latent_attention import KimiK3LatentAttention
@@ -46,7 +47,6 @@ from deltalatent.modeling.latent_moe import (
 )
 from deltalatent.modeling.norms import KimiK3GatedRMSNorm, KimiK3RMSNorm
 from deltalatent.modeling.packed_checkpoints import without_mxfp4_claim
-from deltalatent.modeling.packing import SequenceLayout, sequence_layout
 from deltalatent.modeling.released_layout import accept_released_layout
 
 INITIAL_DECAY_RANGE = (1e-3, 1e-1)
@@ -465,7 +465,7 @@ class KimiK3TextModel(KimiK3PreTrainedModel):
 
         layout = None
         if padding is not None or cu_seqlens is not None or (position_ids is not None and length > 1):
-            layout = _sequence_layout(
+            layout = sequence_layout(
                 batch_size, length, attention_mask=padding, position_ids=position_ids, cu_seqlens=cu_seqlens
             )
         if layout is not None and layout.is_packed:
@@ -513,10 +513,6 @@ class KimiK3TextModel(KimiK3PreTrainedModel):
                 f"`attention_mask` must have shape {expected} (rows, tokens in the cache plus new tokens), got "
                 f"{tuple(attention_mask.shape)}: pass one entry per token."
             )
-
-
-# Finds lengths of sequences by value, which a compiled graph cannot hold; batches without padding do not come here.
-_sequence_layout = torch.compiler.disable(sequence_layout)
 
 
 def _padding_of_new_tokens(attention_mask: Tensor | None, length: int) -> Tensor | None:

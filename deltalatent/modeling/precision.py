@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -37,10 +36,3 @@ class KeepFloat32(nn.Module):
             for child in self.children():
                 child._apply(fn)
         return super()._apply(apply_but_keep, recurse=False)
-
-
-def float32_autocast_disabled(device: torch.device) -> AbstractContextManager:
-    """Context in which autocast does not touch float32 arithmetic on `device`."""
-    if not torch.amp.is_autocast_available(device.type):
-        return nullcontext()
-    return torch.autocast(device_type=device.type, enabled=False)

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from deltalatent.kernels.autocast import float32_autocast_disabled
 from deltalatent.modeling.norms import KimiK3GatedRMSNorm, KimiK3RMSNorm
-from deltalatent.modeling.precision import KeepFloat32, float32_autocast_disabled
+from deltalatent.modeling.precision import KeepFloat32
 from tests.testing_common import assert_close
 
 WIDTH = 24

@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import DataCollatorWithFlattening
 
 from deltalatent.kernels.kda import kda_chunk
+from deltalatent.kernels.sequence_layout import sequence_layout
 from deltalatent.kernels.short_conv import short_convolution
-from deltalatent.modeling.packing import sequence_layout
 from deltalatent.training import balanced_routers
 from tests.equivalence import EXACT, ONE_KIND, exact_model
 from tests.testing_common import (

@@ -13,7 +13,7 @@ Shapes: B rows of T tokens, N sequences, L = number of real tokens.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,9 +21,8 @@ from torch import Tensor
 from deltalatent.kernels.packing import document_index, document_starts, validate_cu_seqlens
 
 
-@dataclass(frozen=True)
-class SequenceLayout:
-    """Where the sequences of a batch are.
+class SequenceLayout(NamedTuple):
+    """Where the sequences of a batch are. A named tuple of tensors, which the hooks of split models know how to move.
 
     Attributes:
         cu_seqlens: int32 [N+1], offsets of the sequences among the real tokens, rows flattened.
@@ -86,6 +85,8 @@ class SequenceLayout:
         return torch.zeros_like(token, dtype=torch.bool).index_fill(0, self.indices, True)
 
 
+# Finds lengths of sequences by value, which a compiled graph cannot hold; batches without padding need not come here.
+@torch.compiler.disable
 def sequence_layout(
     batch_size: int,
     length: int,

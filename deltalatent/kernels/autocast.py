@@ -1,0 +1,14 @@
+# Copyright 2026 The deltalatent authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Arithmetic that autocast must leave alone."""
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+
+def float32_autocast_disabled(device: torch.device) -> AbstractContextManager:
+    """Context in which autocast does not touch float32 arithmetic on `device`."""
+    if not torch.amp.is_autocast_available(device.type):
+        return nullcontext()
+    return torch.autocast(device_type=device.type, enabled=False)
