@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, Trainer, TrainingArguments
 from transformers.hf_argparser import HfArg
 from transformers.trainer_utils import enable_full_determinism, set_seed
@@ -93,9 +92,6 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
 
     special_tokens = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     model = KimiK3ForCausalLM(size_config(args.size, vocab_size=len(tokenizer), **special_tokens))
-    # Drawn from N(0, 1): embeddings as small as the projections drown in the first layers' output, and a narrow model
-    # then sticks at the frequencies of the tokens while its routers send all of them to the same experts.
-    torch.nn.init.normal_(model.get_input_embeddings().weight)
     trainer = Trainer(
         model=model,
         args=args,

@@ -158,6 +158,8 @@ class KimiK3TextConfig(PreTrainedConfig):
         rms_norm_eps (`float`): Epsilon of the norms, the depth mixing and the gated norm of KDA. The low-rank norms of
             MLA use 1e-6 whatever this says, as released.
         initializer_range (`float`): Standard deviation of the initial projections.
+        embedding_initializer_range (`float`, *optional*): Standard deviation of the initial embeddings, `None` for
+            `initializer_range`; without effect if they are tied to the output head. Narrow models want 1.
         kda_a_log_length (`int`, *optional*): Length at which `A_log` is written to disk (zero-padded; the release uses
             128); `None` writes one entry per head. Any length from the number of heads up is read.
         kda_implementation (`str`): `"auto"`, `"triton"`, `"torch"` or `"fla"`; not saved. What computes the KDA
@@ -229,6 +231,7 @@ class KimiK3TextConfig(PreTrainedConfig):
 
     rms_norm_eps: float = 1e-5
     initializer_range: float = 0.02
+    embedding_initializer_range: float | None = None
     max_position_embeddings: int = 1048576
     use_cache: bool = True
     output_router_logits: bool = False
@@ -403,6 +406,13 @@ class KimiK3TextConfig(PreTrainedConfig):
         """Epsilon, scale and probability are in range."""
         _require_positive("rms_norm_eps", self.rms_norm_eps, "a positive number", "the release uses 1e-5")
         _require_positive("initializer_range", self.initializer_range, "a positive number", "the release uses 0.02")
+        if self.embedding_initializer_range is not None:
+            _require_positive(
+                "embedding_initializer_range",
+                self.embedding_initializer_range,
+                "a positive number or null",
+                "null takes `initializer_range`",
+            )
         if not 0 <= self.attention_dropout < 1:
             raise ValueError(
                 f"`attention_dropout` must be in [0, 1), got {self.attention_dropout}: use 0 for no dropout."

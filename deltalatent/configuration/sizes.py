@@ -51,6 +51,7 @@ def nano(**overrides) -> KimiK3TextConfig:
         vocab_size=2048, hidden_size=128, intermediate_size=384, q_lora_rank=64, kv_lora_rank=64,
         attn_res_block_size=4, num_experts=32, num_experts_per_token=4, num_shared_experts=1,
         moe_intermediate_size=48, routed_expert_hidden_size=64, max_position_embeddings=8192,
+        initializer_range=0.06, embedding_initializer_range=1.0,
     )  # fmt: skip
 
 
@@ -61,6 +62,7 @@ def small(**overrides) -> KimiK3TextConfig:
         vocab_size=32000, hidden_size=512, intermediate_size=1536, q_lora_rank=256, kv_lora_rank=192,
         attn_res_block_size=4, num_experts=96, num_experts_per_token=8, num_shared_experts=1,
         moe_intermediate_size=128, routed_expert_hidden_size=256, max_position_embeddings=65536,
+        embedding_initializer_range=1.0,
     )  # fmt: skip
 
 
@@ -71,6 +73,7 @@ def base(**overrides) -> KimiK3TextConfig:
         vocab_size=64000, hidden_size=1024, intermediate_size=4096, q_lora_rank=384, kv_lora_rank=256,
         attn_res_block_size=4, num_experts=128, num_experts_per_token=8, num_shared_experts=2,
         moe_intermediate_size=256, routed_expert_hidden_size=512, max_position_embeddings=262144,
+        embedding_initializer_range=1.0,
     )  # fmt: skip
 
 

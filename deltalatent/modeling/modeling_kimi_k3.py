@@ -280,7 +280,8 @@ class KimiK3PreTrainedModel(PreTrainedModel):
         """Normal projections, unit norms, and: A = 0 with the bounded gate, decay as in the delta-rule literature,
         pseudo-queries zero (uniform depth mixing), selection bias zero."""
         super()._init_weights(module)
-        std = self.config.get_text_config().initializer_range
+        config = self.config.get_text_config()
+        std, embedding_std = config.initializer_range, config.embedding_initializer_range
         if isinstance(module, KimiK3DeltaAttention):
             self._init_decay(module)
         elif isinstance(module, KimiK3ShortConvolution):
@@ -296,6 +297,10 @@ class KimiK3PreTrainedModel(PreTrainedModel):
             init.normal_(module.down_proj, mean=0.0, std=std)
         elif isinstance(module, KimiK3PseudoQuery):
             init.zeros_(module.weight)
+        elif isinstance(module, nn.Embedding) and embedding_std is not None and not config.tie_word_embeddings:
+            # Embeddings as small as the projections drown in the first layers' output: a narrow model then stays at
+            # the frequencies of the tokens, and its routers send all of them to the same experts.
+            init.copy_(module.weight, module.weight * (embedding_std / std))
 
     @staticmethod
     def _init_decay(module: KimiK3DeltaAttention) -> None:

@@ -463,6 +463,10 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
         {"initializer_range": -1.0},
         r"`initializer_range` must be a positive number, got -1.0",
     ),
+    "embedding spread zero": (
+        {"embedding_initializer_range": 0.0},
+        r"`embedding_initializer_range` must be a positive number or null, got 0.0: .*null takes",
+    ),
     "dropout one": ({"attention_dropout": 1.0}, r"`attention_dropout` must be in \[0, 1\), got 1.0: use 0"),
     "unknown kernels": ({"kda_implementation": "cuda"}, r"`kda_implementation` must be one of .*got 'cuda'"),
 }

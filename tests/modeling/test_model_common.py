@@ -276,6 +276,16 @@ def test_initial_values(variant: str) -> None:
             assert abs(drawn.std().item() / std - 1) < 5 / (2 * n) ** 0.5, name
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_embeddings_have_a_scale_of_their_own(tied: bool) -> None:
+    config = tiny_config(embedding_initializer_range=1.0, tie_word_embeddings=tied)
+    weight = KimiK3ForCausalLM(config).get_input_embeddings().weight.detach()
+    assert not weight[config.pad_token_id].any()
+    drawn = torch.cat([weight[: config.pad_token_id], weight[config.pad_token_id + 1 :]])
+    expected = config.initializer_range if tied else 1.0
+    assert abs(drawn.std().item() / expected - 1) < 5 / (2 * drawn.numel()) ** 0.5
+
+
 def built_directly(variant: str, folder: Path) -> nn.Module:
     return KimiK3ForCausalLM(tiny_config(variant))
 
