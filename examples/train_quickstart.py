@@ -51,7 +51,7 @@ class QuickstartArguments(TrainingArguments):
     num_proc: int | None = HfArg(default=None, help="Number of processes that tokenize.")
 
     output_dir: str | None = HfArg(default="runs/quickstart", help="Where checkpoints, model and report are written.")
-    max_steps: int = HfArg(default=600, help="Optimizer steps; -1 to follow `--num_train_epochs`.")
+    max_steps: int = HfArg(default=400, help="Optimizer steps; -1 to follow `--num_train_epochs`.")
     per_device_train_batch_size: int = HfArg(default=4, help="Sequences per device and step.")
     learning_rate: float = HfArg(default=4e-3, help="Peak learning rate.")
     lr_scheduler_type: str = HfArg(default="cosine", help="Learning rate schedule.")
@@ -60,8 +60,8 @@ class QuickstartArguments(TrainingArguments):
     adam_beta2: float = HfArg(default=0.95, help="Second beta of AdamW.")
     logging_steps: float = HfArg(default=10, help="Steps between two lines of the log.")
     eval_strategy: str = HfArg(default="steps", help="When to measure the held-out loss: no, steps or epoch.")
-    eval_steps: float | None = HfArg(default=175, help="Steps between two measurements of the held-out loss.")
-    save_steps: float = HfArg(default=300, help="Steps between two checkpoints.")
+    eval_steps: float | None = HfArg(default=100, help="Steps between two measurements of the held-out loss.")
+    save_steps: float = HfArg(default=200, help="Steps between two checkpoints.")
     save_total_limit: int | None = HfArg(default=2, help="Number of checkpoints to keep.")
     include_num_input_tokens_seen: bool = HfArg(default=True, help="Count tokens, for the speed.")
 
