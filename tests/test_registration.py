@@ -65,8 +65,8 @@ def test_registering_again_changes_nothing(again: Callable[[], object]) -> None:
 
 
 def test_import_alone_is_enough_and_light(tmp_path: Path) -> None:
-    """In a fresh process: Auto classes work on our folders; no Triton, CUDA or optional package is imported beyond what
-    a model of Transformers brings (where Triton is installed, PyTorch's compiler imports it)."""
+    """In a fresh process: Auto classes work on our folders; no Triton, CUDA or optional package is imported, beyond
+    what a model of Transformers brings (where Triton is installed, PyTorch's compiler imports it)."""
     tiny_model().save_pretrained(tmp_path)
     output = run_in_fresh_process(
         """
