@@ -618,7 +618,8 @@ class KimiK3ForCausalLM(KimiK3PreTrainedModel, GenerationMixin):
         )
 
     def _get_logits_processor(self, generation_config: GenerationConfig, *args, **kwargs) -> LogitsProcessorList:
-        processors = super()._get_logits_processor(generation_config, *args, **kwargs)
+        # Transformers types `self` there as a protocol of its own.
+        processors = super()._get_logits_processor(generation_config, *args, **kwargs)  # type: ignore[misc]
         if not generation_config.remove_invalid_values:
             processors.insert(0, RefuseNaN())
         return processors
