@@ -391,6 +391,7 @@ class KimiK3TextModel(KimiK3PreTrainedModel):
             cache = DynamicCache(config=self.config)  # empty, so the masks made above hold for it too
 
         hidden_states = inputs_embeds if layout is None else layout.blank_padding(inputs_embeds)
+        counted = layout.real_tokens() if layout is not None and is_training_step else None
         closed_blocks: tuple[Tensor, ...] = ()
         for layer in self.layers:
             output, routing = layer(
@@ -408,9 +409,8 @@ class KimiK3TextModel(KimiK3PreTrainedModel):
             if routing is not None:
                 # Here, outside activation checkpointing, a token is counted once however often it is recomputed.
                 router = cast(KimiK3SparseMoE, layer.mlp).gate
-                mask = None if layout is None else layout.real_tokens()
                 router.balance.add(
-                    routing.scores, routing.cutoff, router.e_score_correction_bias, mask, routing.top_k_index
+                    routing.scores, routing.cutoff, router.e_score_correction_bias, counted, routing.top_k_index
                 )
 
         if self.has_attention_residuals:
