@@ -1,0 +1,174 @@
+# Copyright 2026 The deltalatent authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Puts the model's source beside its weights, so that Transformers alone can load the folder.
+
+`AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)` then needs torch and transformers, nothing else.
+Transformers copies such code as flat files that import each other as `from .name import ...`; so every module of the
+package that the model needs becomes one file, named after its place (`kernels/kda/api.py` -> `kernels_kda_api.py`),
+with its imports rewritten and nothing else changed.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGE = "deltalatent"
+ROOT = Path(__file__).resolve().parents[1]
+ALWAYS_THERE = sys.stdlib_module_names | {"torch", "transformers", "huggingface_hub", "safetensors", "numpy"}
+"""What may be imported without further ado: Python, and what Transformers itself needs."""
+
+CONFIGURATION = f"{PACKAGE}.configuration.configuration_kimi_k3"
+TEXT_MODEL = f"{PACKAGE}.modeling.modeling_kimi_k3"
+LAYOUT = f"{PACKAGE}.conversion.mapping"
+EPILOGUE = """
+
+# The tensors on disk are named as released, one expert at a time: Transformers must know how they come together.
+from .{layout} import register as _register_layout  # noqa: E402
+
+_register_layout()
+"""
+
+TEXT_CLASSES = {
+    "AutoConfig": (CONFIGURATION, "KimiK3TextConfig"),
+    "AutoModel": (TEXT_MODEL, "KimiK3TextModel"),
+    "AutoModelForCausalLM": (TEXT_MODEL, "KimiK3ForCausalLM"),
+}
+"""Auto class -> module and class of a text model."""
+
+
+def export_remote_code(folder: str | os.PathLike) -> list[Path]:
+    """Make a saved model loadable with `trust_remote_code=True` where this package is not installed.
+
+    Writes the source files into the folder and `auto_map` into its `config.json`; weights, tokenizer and everything
+    else stay as they are. Files appear whole (written under another name, then renamed), `config.json` last. Doing it
+    again brings the code up to date.
+
+    Args:
+        folder: What `save_pretrained` of a model wrote.
+
+    Returns:
+        The files written, `config.json` last.
+
+    Raises:
+        ValueError: The folder holds no model of this package.
+    """
+    folder = Path(folder)
+    config_file = folder / "config.json"
+    if not config_file.is_file():
+        raise ValueError(f"{folder} must hold a `config.json`, got none: pass a folder that `save_pretrained` wrote.")
+    config = json.loads(config_file.read_text(encoding="utf-8"))
+    classes = _classes(config, config_file)
+
+    written = []
+    for module, source in _flat_sources([module for module, _ in classes.values()]).items():
+        written.append(_write(folder / f"{flat_name(module)}.py", source))
+    config["auto_map"] = {auto: f"{flat_name(module)}.{name}" for auto, (module, name) in classes.items()}
+    written.append(_write(config_file, json.dumps(config, indent=2, sort_keys=True) + "\n"))
+    return written
+
+
+def flat_name(module: str) -> str:
+    """`deltalatent.kernels.kda.api` -> `kernels_kda_api`; the file name alone where it begins with the room's name."""
+    parts = module.split(".")[1:]
+    if parts[-1].startswith(f"{parts[0].removesuffix('s')}_"):
+        return parts[-1]
+    return "_".join(parts)
+
+
+def _classes(config: dict, config_file: Path) -> dict[str, tuple[str, str]]:
+    model_type = config.get("model_type")
+    if model_type in ("kimi_k3_text", "kimi_linear"):
+        return TEXT_CLASSES
+    raise ValueError(f"`model_type` of {config_file} must be kimi_k3_text or kimi_linear, got {model_type!r}.")
+
+
+def _flat_sources(entries: list[str]) -> dict[str, str]:
+    """Rewritten source by module name, of the entries and of everything of this package that they import."""
+    sources: dict[str, str] = {}
+    waiting = [*entries, LAYOUT]
+    while waiting:
+        module = waiting.pop()
+        if module in sources:
+            continue
+        sources[module], needed = _flatten(module)
+        waiting += needed
+    return sources
+
+
+def _flatten(module: str) -> tuple[str, list[str]]:
+    """The source of one module with flat imports, and the modules of this package that it imports."""
+    path = _source_file(module)
+    text = path.read_text(encoding="utf-8")
+    lines = text.splitlines(keepends=True)
+    needed = []
+    # From the last to the first, so that line numbers stay true.
+    for node in sorted(_imports(ast.parse(text)), key=lambda node: node.lineno, reverse=True):
+        first, last = node.lineno - 1, node.end_lineno or node.lineno
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == PACKAGE:
+            imported = str(node.module)
+            modules = {alias: f"{imported}.{alias.name}" for alias in node.names}
+            modules = {alias: module for alias, module in modules.items() if _is_module(module)}
+            needed += modules.values()
+            if len(modules) < len(node.names):
+                needed.append(imported)
+            if modules:
+                lines[first:last] = _rewritten(node, imported, modules)
+            else:
+                lines[first] = lines[first].replace(imported, f".{flat_name(imported)}", 1)
+        elif not _is_always_there(node):
+            # Transformers refuses to load a file that imports, outside of `try`, a package that is not installed.
+            indent = " " * node.col_offset
+            body = "".join("    " + line for line in lines[first:last])
+            lines[first:last] = [f"{indent}try:\n{body}{indent}except ImportError:\n{indent}    raise\n"]
+    source = "".join(lines)
+    if module == TEXT_MODEL:
+        source += EPILOGUE.format(layout=flat_name(LAYOUT))
+    return source, needed
+
+
+def _rewritten(node: ast.ImportFrom, imported: str, modules: dict[ast.alias, str]) -> list[str]:
+    """Lines for an import of modules, maybe of names beside them."""
+    indent = " " * node.col_offset
+    lines = []
+    for alias, module in modules.items():
+        # Transformers finds the files it must copy by the first form only.
+        lines.append(f"{indent}from .{flat_name(module)} import __name__ as _\n")
+        lines.append(f"{indent}from . import {flat_name(module)} as {alias.asname or alias.name}\n")
+    if names := [ast.unparse(alias) for alias in node.names if alias not in modules]:
+        lines.append(f"{indent}from .{flat_name(imported)} import {', '.join(names)}\n")
+    return lines
+
+
+def _imports(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
+    """Import statements anywhere but in a `try`."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield node
+        elif not isinstance(node, ast.Try):
+            yield from _imports(node)
+
+
+def _is_always_there(node: ast.Import | ast.ImportFrom) -> bool:
+    names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [str(node.module)]
+    return all(name.split(".")[0] in ALWAYS_THERE for name in names)
+
+
+def _source_file(module: str) -> Path:
+    path = ROOT.joinpath(*module.split(".")[1:])
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
+def _is_module(module: str) -> bool:
+    return _source_file(module).is_file()
+
+
+def _write(path: Path, text: str) -> Path:
+    temporary = path.with_name(path.name + ".incomplete")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+    return path

@@ -1,0 +1,178 @@
+# Copyright 2026 The deltalatent authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A folder with its own code loads where only torch and Transformers are, and computes the very same numbers."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from deltalatent import KimiK3ForCausalLM
+from deltalatent.conversion.export_remote_code import export_remote_code, flat_name
+from tests.bare_environment import make_bare_environment
+from tests.testing_common import GOLDEN, tiny_model
+
+INPUT_IDS = torch.arange(20).view(2, 10)
+
+READER = """
+import importlib.util, json, sys
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+for package in ("deltalatent", "triton", "accelerate", "peft"):
+    if importlib.util.find_spec(package) is not None:
+        sys.exit(f"the environment must not have {package}")
+
+source, target, numbers = sys.argv[1:]
+model = AutoModelForCausalLM.from_pretrained(source, trust_remote_code=True).eval()
+input_ids = load_file(numbers)["input_ids"]
+with torch.no_grad():
+    logits = model(input_ids).logits
+tokens = model.generate(input_ids, max_new_tokens=4, do_sample=False)
+model.save_pretrained(target)
+save_file({"logits": logits, "tokens": tokens}, numbers)
+print(json.dumps({"class": type(model).__name__, "module": type(model).__module__}))
+"""
+
+
+@pytest.fixture(scope="module")
+def bare_python(tmp_path_factory) -> Path:
+    return make_bare_environment(tmp_path_factory.mktemp("bare"))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    tiny_model().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def exported(saved, tmp_path) -> Path:
+    folder = tmp_path / "exported"
+    shutil.copytree(saved, folder)
+    export_remote_code(folder)
+    return folder
+
+
+def numbers_of(model) -> dict[str, torch.Tensor]:
+    with torch.no_grad():
+        logits = model.eval()(INPUT_IDS).logits
+    return {"logits": logits, "tokens": model.generate(INPUT_IDS, max_new_tokens=4, do_sample=False)}
+
+
+def read_without_package(python: Path, folder: Path, workspace: Path) -> tuple[Path, dict[str, torch.Tensor], dict]:
+    """Load, compute and save in the other environment, from an empty module cache."""
+    target, numbers = workspace / "saved_again", workspace / "numbers.safetensors"
+    save_file({"input_ids": INPUT_IDS}, numbers)
+    environment = {"HF_MODULES_CACHE": str(workspace / "modules"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(
+        [str(python), "-c", READER, str(folder), str(target), str(numbers)],
+        env=environment,
+        cwd=workspace,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stderr
+    return target, load_file(numbers), json.loads(run.stdout.splitlines()[-1])
+
+
+def test_loads_without_the_package_bit_equal_and_again_after_a_save(exported, bare_python, tmp_path):
+    expected = numbers_of(KimiK3ForCausalLM.from_pretrained(exported))
+    folder = exported
+    for round_trip in ("first", "second"):
+        (workspace := tmp_path / round_trip).mkdir()
+        folder, numbers, loaded = read_without_package(bare_python, folder, workspace)
+        assert loaded["class"] == "KimiK3ForCausalLM"
+        assert loaded["module"].startswith("transformers_modules.")
+        torch.testing.assert_close(numbers, expected, rtol=0, atol=0)
+        # What that environment saved is an ordinary folder of this package too.
+        torch.testing.assert_close(numbers_of(KimiK3ForCausalLM.from_pretrained(folder)), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("fixture", ["text_bf16layout", "text_mxfp4"])
+def test_released_layouts_load_without_the_package(fixture, bare_python, tmp_path):
+    folder = tmp_path / fixture
+    shutil.copytree(GOLDEN / fixture, folder, copy_function=shutil.copyfile)
+    expected = numbers_of(KimiK3ForCausalLM.from_pretrained(folder))
+    export_remote_code(folder)
+    _, numbers, _ = read_without_package(bare_python, folder, tmp_path)
+    torch.testing.assert_close(numbers, expected, rtol=0, atol=0)
+
+
+def test_the_package_still_loads_the_folder(saved, exported):
+    plain, model = (KimiK3ForCausalLM.from_pretrained(folder) for folder in (saved, exported))
+    torch.testing.assert_close(numbers_of(model), numbers_of(plain), rtol=0, atol=0)
+
+
+def test_package_wins_once_it_is_imported(exported, tmp_path):
+    script = """
+import sys, torch
+from transformers import AutoModelForCausalLM
+
+def load():
+    return AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True).eval()
+
+first = load()
+import deltalatent
+second = load()
+assert [type(model).__module__.split(".")[0] for model in (first, second)] == ["transformers_modules", "deltalatent"]
+with torch.no_grad():
+    a, b, c = (model(torch.arange(20).view(2, 10)).logits for model in (first, second, first))
+assert torch.equal(a, b) and torch.equal(a, c)
+"""
+    environment = {"HF_MODULES_CACHE": str(tmp_path), "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    run = subprocess.run(
+        [sys.executable, "-c", script, str(exported)], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert run.returncode == 0, run.stderr
+
+
+def test_weights_stay_and_export_can_be_repeated(saved, exported):
+    first = {file.name: file.read_bytes() for file in exported.iterdir()}
+    export_remote_code(exported)
+    assert {file.name: file.read_bytes() for file in exported.iterdir()} == first
+    assert first["model.safetensors"] == (saved / "model.safetensors").read_bytes()
+    assert not [name for name in first if name.endswith(".incomplete")]
+
+
+def test_triton_kernels_are_included(exported):
+    names = {file.name for file in exported.glob("*.py")}
+    assert {"kernels_kda_triton_fwd.py", "kernels_kda_triton_bwd.py", "kernels_kda_triton_recurrent.py"} <= names
+
+
+def test_every_import_is_flat(exported):
+    for file in exported.glob("*.py"):
+        text = file.read_text()
+        compile(text, file.name, "exec")
+        assert "\nfrom deltalatent" not in text, file.name
+
+
+def test_flat_name_keeps_files_apart():
+    assert flat_name("deltalatent.kernels.kda.api") == "kernels_kda_api"
+    assert flat_name("deltalatent.kernels.kda") == "kernels_kda"
+    assert flat_name("deltalatent.modeling.modeling_kimi_k3") == "modeling_kimi_k3"
+    assert flat_name("deltalatent.configuration.configuration_kimi_k3") == "configuration_kimi_k3"
+
+
+def test_refuses_a_folder_without_config(tmp_path):
+    with pytest.raises(ValueError, match=r"must hold a `config\.json`, got none"):
+        export_remote_code(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_refuses_another_model(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ValueError, match="got 'llama'"):
+        export_remote_code(tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["config.json"]
