@@ -12,6 +12,7 @@ Shapes: B rows, T tokens, D width of the residual stream.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -549,7 +550,75 @@ class RefuseNaN(LogitsProcessor):
         return scores
 
 
-class KimiK3ForCausalLM(KimiK3PreTrainedModel, GenerationMixin):
+class KimiK3GenerationMixin(GenerationMixin):
+    """Head, loss and what `generate` needs: the same for the text model and for the one with images.
+
+    The class that uses it has the language-modelling head as `lm_head`.
+    """
+
+    lm_head: nn.Module
+    config: Any  # the two users have different classes
+    loss_function: Callable[..., Tensor]
+
+    def _with_head(
+        self,
+        outputs: MoeModelOutputWithPast,
+        labels: Tensor | None,
+        logits_to_keep: int | Tensor,
+        **kwargs,
+    ) -> MoeCausalLMOutputWithPast:
+        """What `forward` returns, from the base model's outputs; arguments as in `KimiK3ForCausalLM.forward`."""
+        hidden_states = cast(Tensor, outputs.last_hidden_state)
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(hidden_states[:, kept])
+        loss = None
+        if labels is not None:
+            if labels.shape != logits.shape[:2]:
+                raise ValueError(
+                    f"`labels` must have shape {tuple(logits.shape[:2])}, one per token with logits, got "
+                    f"{tuple(labels.shape)}: pass one label per token, -100 for none."
+                )
+            kwargs.setdefault("ignore_index", getattr(self.config, "ignore_index", -100))
+            vocab_size = self.config.get_text_config().vocab_size
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=vocab_size, **kwargs)
+        return MoeCausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            cache=outputs.cache,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            router_logits=outputs.router_logits,
+        )
+
+    def _get_logits_processor(self, generation_config: GenerationConfig, *args, **kwargs) -> LogitsProcessorList:
+        # Transformers types `self` there as a protocol of its own.
+        processors = super()._get_logits_processor(generation_config, *args, **kwargs)  # type: ignore[misc]
+        if not generation_config.remove_invalid_values:
+            processors.insert(0, RefuseNaN())
+        return processors
+
+    @staticmethod
+    def create_masks_for_generate(
+        config: PreTrainedConfig,
+        inputs_embeds: Tensor,
+        attention_mask: Tensor | None,
+        cache: Cache | None,
+        position_ids: Tensor | None = None,
+        is_first_iteration: bool = False,
+        **kwargs,
+    ) -> dict[str, Tensor | None]:
+        """Masks of both kinds of layers, made by `generate` before the forward of a static cache.
+
+        Transformers' function leaves padding out if the model has no KDA layer, or if a prompt comes token by token;
+        packing could then no longer be told from padding, or padding from tokens.
+        """
+        masks = create_masks_for_generate(config, inputs_embeds, attention_mask, cache, position_ids=position_ids)
+        if is_first_iteration:  # generated tokens are never padding
+            masks["linear_attention"] = _padding_of_new_tokens(attention_mask, inputs_embeds.shape[1])
+        return {"linear_attention": None} | masks
+
+
+class KimiK3ForCausalLM(KimiK3PreTrainedModel, KimiK3GenerationMixin):
     """The text model with a language-modelling head."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
@@ -597,52 +666,7 @@ class KimiK3ForCausalLM(KimiK3PreTrainedModel, GenerationMixin):
             use_cache=use_cache,
             **kwargs,
         )
-        hidden_states = outputs.last_hidden_state
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(hidden_states[:, kept])
-        loss = None
-        if labels is not None:
-            if labels.shape != logits.shape[:2]:
-                raise ValueError(
-                    f"`labels` must have shape {tuple(logits.shape[:2])}, one per token with logits, got "
-                    f"{tuple(labels.shape)}: pass one label per token, -100 for none."
-                )
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        return MoeCausalLMOutputWithPast(
-            loss=loss,
-            logits=logits,
-            cache=outputs.cache,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-            router_logits=outputs.router_logits,
-        )
-
-    def _get_logits_processor(self, generation_config: GenerationConfig, *args, **kwargs) -> LogitsProcessorList:
-        # Transformers types `self` there as a protocol of its own.
-        processors = super()._get_logits_processor(generation_config, *args, **kwargs)  # type: ignore[misc]
-        if not generation_config.remove_invalid_values:
-            processors.insert(0, RefuseNaN())
-        return processors
-
-    @staticmethod
-    def create_masks_for_generate(
-        config: PreTrainedConfig,
-        inputs_embeds: Tensor,
-        attention_mask: Tensor | None,
-        cache: Cache | None,
-        position_ids: Tensor | None = None,
-        is_first_iteration: bool = False,
-        **kwargs,
-    ) -> dict[str, Tensor | None]:
-        """Masks of both kinds of layers, made by `generate` before the forward of a static cache.
-
-        Transformers' function leaves padding out if the model has no KDA layer, or if a prompt comes token by token;
-        packing could then no longer be told from padding, or padding from tokens.
-        """
-        masks = create_masks_for_generate(config, inputs_embeds, attention_mask, cache, position_ids=position_ids)
-        if is_first_iteration:  # generated tokens are never padding
-            masks["linear_attention"] = _padding_of_new_tokens(attention_mask, inputs_embeds.shape[1])
-        return {"linear_attention": None} | masks
+        return self._with_head(outputs, labels, logits_to_keep, **kwargs)
 
 
 __all__ = ["KimiK3ForCausalLM", "KimiK3PreTrainedModel", "KimiK3TextModel"]
