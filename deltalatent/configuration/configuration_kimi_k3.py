@@ -25,6 +25,15 @@ ROUTER_ACTIVATIONS = ("sigmoid",)
 TOPK_METHODS = ("noaux_tc",)
 KDA_IMPLEMENTATIONS = ("auto", "triton", "torch", "fla")
 
+VISION_KINDS = {
+    "pos_emb_type": ("divided_fixed",),
+    "pos_emb_interpolation_mode": ("bilinear", "bicubic"),
+    "merge_type": ("sd2_tpool",),
+    "norm_type": ("rmsnorm", "layernorm"),
+    "mlp_type": ("mlp2",),
+    "mm_projector_type": ("patchmergerv2", "patchmerger"),
+}
+
 # What a `kimi_linear` file means when it does not name a field: the predecessor did not have these mechanisms.
 PREDECESSOR_DEFAULTS: dict[str, Any] = {
     "hidden_act": "silu",
@@ -559,7 +568,34 @@ class KimiK3VisionConfig(PreTrainedConfig):
     """Configuration of the vision tower (MoonViT-V2) and of the projector into the text model.
 
     The defaults are the released size. Field names are the released ones; `vt_` stands for "vision tower", `mm_` for
-    "multi-modal". The tower's attention works at width `qkv_hidden_size`, which differs from its model width.
+    "multi-modal". The alternatives in `norm_type`, `pos_emb_interpolation_mode`, `mm_projector_type` and the biases
+    are those of the predecessor (Kimi K2.5).
+
+    Args:
+        patch_size (`int`): Side of a patch in pixels.
+        init_pos_emb_height, init_pos_emb_width (`int`): Rows and columns of the learned position table, which is
+            resampled for images with another number of patches.
+        init_pos_emb_time (`int`): Frames that one clip may have; the time vectors are fixed.
+        pos_emb_type (`str`): `"divided_fixed"`, learned positions in the plane and fixed ones in time.
+        pos_emb_interpolation_mode (`str`): `"bilinear"` or `"bicubic"`.
+        vt_hidden_size (`int`): Width of the tower; even.
+        vt_num_attention_heads, vt_num_hidden_layers, vt_intermediate_size (`int`): Heads, blocks and MLP width.
+        qkv_hidden_size (`int`): Width of the attention, all heads together; a head has a multiple of 4 channels.
+        merge_kernel_size (`list[int]`): Rows and columns of patches that become one visual token.
+        merge_type (`str`): `"sd2_tpool"`, the mean over frames, then patches side by side.
+        norm_type (`str`): `"rmsnorm"` or `"layernorm"`.
+        mlp_type (`str`): `"mlp2"`, two layers.
+        activation_func (`str`): Activation of the MLP, a name that Transformers knows.
+        attn_bias, linear_bias, patch_embed_proj_bias (`bool`): Biases in attention, MLP and patch embedding.
+        mm_projector_type (`str`): `"patchmergerv2"` (no biases, norm at the end) or `"patchmerger"` (biases, norm of
+            each patch at the start).
+        mm_hidden_size (`int`): Width of what the projector takes, per patch: `vt_hidden_size`.
+        projector_hidden_act (`str`), projector_ln_eps (`float`): Activation and epsilon of the projector.
+        text_hidden_size (`int`): Width of the text model.
+        initializer_range (`float`): Standard deviation of initial weights.
+
+    Raises:
+        StrictDataclassFieldValidationError, StrictDataclassClassValidationError: As for `KimiK3TextConfig`.
     """
 
     model_type = "kimi_k3_vision"
@@ -571,11 +607,11 @@ class KimiK3VisionConfig(PreTrainedConfig):
     init_pos_emb_time: int = 4
     pos_emb_type: str = "divided_fixed"
     pos_emb_interpolation_mode: str = "bilinear"
-    vt_hidden_size: int = 1152
-    vt_num_attention_heads: int = 16
+    vt_hidden_size: int = 1024
+    vt_num_attention_heads: int = 12
     vt_num_hidden_layers: int = 27
-    vt_intermediate_size: int = 4304
-    qkv_hidden_size: int = 1152
+    vt_intermediate_size: int = 4096
+    qkv_hidden_size: int = 1536
     merge_kernel_size: list[int] | tuple[int, int] = (2, 2)
     merge_type: str = "sd2_tpool"
     norm_type: str = "rmsnorm"
@@ -585,24 +621,54 @@ class KimiK3VisionConfig(PreTrainedConfig):
     linear_bias: bool = False
     patch_embed_proj_bias: bool = False
     mm_projector_type: str = "patchmergerv2"
-    mm_hidden_size: int = 1152
+    mm_hidden_size: int = 1024
     projector_hidden_act: str = "gelu"
     projector_ln_eps: float = 1e-5
     text_hidden_size: int = 7168
+    initializer_range: float = 0.02
 
     def __post_init__(self, **kwargs):
         kwargs.pop("model_type", None)
+        # Released files ask for a kernel here that need not be installed; `attn_implementation=` is how to choose one.
+        kwargs.pop("_attn_implementation", None)
         super().__post_init__(**kwargs)
 
     def validate_sizes(self):
-        """Widths and counts are positive, and the attention width splits into heads."""
-        for name in "patch_size vt_hidden_size vt_num_attention_heads vt_num_hidden_layers qkv_hidden_size".split():
+        """Widths and counts are positive; heads, frames and merged patches come out even."""
+        for name in (
+            "patch_size init_pos_emb_height init_pos_emb_width init_pos_emb_time vt_hidden_size "
+            "vt_num_attention_heads vt_num_hidden_layers vt_intermediate_size qkv_hidden_size text_hidden_size"
+        ).split():
             _require_positive(name, getattr(self, name))
-        if self.qkv_hidden_size % self.vt_num_attention_heads:
+        for name in ("projector_ln_eps", "initializer_range"):
+            _require_positive(name, getattr(self, name), "a positive number", "the release uses 1e-5 and 0.02")
+        if self.qkv_hidden_size % (4 * self.vt_num_attention_heads):
             raise ValueError(
-                f"`qkv_hidden_size` must be a multiple of `vt_num_attention_heads`={self.vt_num_attention_heads}, got "
-                f"{self.qkv_hidden_size}: change one of the two."
+                f"`qkv_hidden_size` must be a multiple of 4 * `vt_num_attention_heads`="
+                f"{4 * self.vt_num_attention_heads}, got {self.qkv_hidden_size}: pairs of channels turn with the row "
+                "and with the column, so a head has a multiple of 4; change one of the two."
             )
+        if self.vt_hidden_size % 2:
+            raise ValueError(
+                f"`vt_hidden_size` must be even, got {self.vt_hidden_size}: half of the time vector are sines, half "
+                "cosines."
+            )
+        if self.mm_hidden_size != self.vt_hidden_size:
+            raise ValueError(
+                f"`mm_hidden_size` must equal `vt_hidden_size`={self.vt_hidden_size}, got {self.mm_hidden_size}: the "
+                "projector takes what the tower gives."
+            )
+        kernel = self.merge_kernel_size
+        if len(kernel) != 2 or min(kernel) < 1:
+            raise ValueError(
+                f"`merge_kernel_size` must be two positive integers, got {kernel}: the release has [2, 2]."
+            )
+
+    def validate_kinds(self):
+        """The parts are of the kinds that are implemented."""
+        for name, known in VISION_KINDS.items():
+            if (value := getattr(self, name)) not in known:
+                raise ValueError(f"`{name}` must be one of {list(known)}, got {value!r}: choose one of these.")
 
 
 @strict
@@ -640,6 +706,21 @@ class KimiK3Config(PreTrainedConfig):
                 raise TypeError(
                     f"`{name}` must be a {expected.__name__} or a dictionary of its fields, got a "
                     f"{type(part).__name__}: pass one of these."
+                )
+
+    def validate_agreement(self):
+        """The parts fit each other."""
+        text, vision = self.text_config, self.vision_config
+        if isinstance(text, KimiK3TextConfig) and isinstance(vision, KimiK3VisionConfig):
+            if vision.text_hidden_size != text.hidden_size:
+                raise ValueError(
+                    f"`vision_config.text_hidden_size` must equal `text_config.hidden_size`={text.hidden_size}, got "
+                    f"{vision.text_hidden_size}: visual tokens stand among the embeddings of text; set it."
+                )
+            if not 0 <= self.media_placeholder_token_id < text.vocab_size:
+                raise ValueError(
+                    f"`media_placeholder_token_id` must be in [0, `text_config.vocab_size`={text.vocab_size}), got "
+                    f"{self.media_placeholder_token_id}: use the id that the tokenizer gives the placeholder."
                 )
 
     def to_dict(self) -> dict[str, Any]:
