@@ -559,12 +559,13 @@ def test_composite_without_vision(tmp_path: Path) -> None:
 
 
 def test_composite_from_objects_and_dictionaries() -> None:
-    text, vision = tiny_config(), KimiK3VisionConfig(vt_num_hidden_layers=2)
-    from_objects = KimiK3Config(text_config=text, vision_config=vision)
+    text, vision = tiny_config(), KimiK3VisionConfig(vt_num_hidden_layers=2, text_hidden_size=TINY["hidden_size"])
+    placeholder = {"media_placeholder_token_id": 250}
+    from_objects = KimiK3Config(text_config=text, vision_config=vision, **placeholder)
     assert from_objects.text_config is text
     assert from_objects.get_text_config() is text
     assert from_objects.vision_config is vision
-    from_dicts = KimiK3Config(text_config=text.to_dict(), vision_config=vision.to_dict())
+    from_dicts = KimiK3Config(text_config=text.to_dict(), vision_config=vision.to_dict(), **placeholder)
     assert type(from_dicts.text_config) is KimiK3TextConfig
     assert type(from_dicts.vision_config) is KimiK3VisionConfig
     assert from_dicts.to_dict() == from_objects.to_dict()
@@ -592,6 +593,57 @@ def test_composite_reports_errors_of_its_parts() -> None:
         KimiK3Config(text_config=TINY, vision_config={"qkv_hidden_size": 50, "vt_num_attention_heads": 3})
     with pytest.raises(StrictDataclassClassValidationError, match=r"`patch_size` must be a positive integer"):
         KimiK3VisionConfig(patch_size=0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"qkv_hidden_size": 18, "vt_num_attention_heads": 3},
+            r"multiple of 4 \* `vt_num_attention_heads`=12, got 18",
+        ),
+        ({"vt_hidden_size": 31, "mm_hidden_size": 31}, r"`vt_hidden_size` must be even, got 31"),
+        ({"vt_hidden_size": 32}, r"`mm_hidden_size` must equal `vt_hidden_size`=32, got 1024"),
+        ({"merge_kernel_size": [2]}, r"two positive integers, got \[2\]"),
+        ({"init_pos_emb_time": 0}, r"`init_pos_emb_time` must be a positive integer, got 0"),
+        ({"projector_ln_eps": 0.0}, r"`projector_ln_eps` must be a positive number"),
+        ({"norm_type": "groupnorm"}, r"`norm_type` must be one of \['rmsnorm', 'layernorm'\], got 'groupnorm'"),
+        ({"merge_type": "concat"}, r"`merge_type` must be one of \['sd2_tpool'\]"),
+        ({"mm_projector_type": "mlp"}, r"`mm_projector_type` must be one of"),
+    ],
+)
+def test_vision_fields_out_of_range(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(StrictDataclassClassValidationError, match=message):
+        KimiK3VisionConfig(**fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, r"`vision_config.text_hidden_size` must equal `text_config.hidden_size`=32, got 7168"),
+        (
+            {"text_hidden_size": 32},
+            r"`media_placeholder_token_id` must be in \[0, `text_config.vocab_size`=256\), got 163",
+        ),
+    ],
+)
+def test_parts_of_a_composite_must_fit(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(StrictDataclassClassValidationError, match=message):
+        KimiK3Config(text_config=TINY, vision_config=fields)
+
+
+def test_vision_defaults_are_the_release() -> None:
+    """Width 1024, twelve heads of 128: the attention is wider than the tower."""
+    config = KimiK3VisionConfig()
+    assert (config.vt_hidden_size, config.vt_intermediate_size, config.mm_hidden_size) == (1024, 4096, 1024)
+    assert config.qkv_hidden_size == config.vt_num_attention_heads * 128
+
+
+def test_kernel_choice_in_a_released_vision_part_is_not_a_demand(tmp_path: Path) -> None:
+    file = fixture_file("multimodal")
+    file["vision_config"] |= {"_attn_implementation": "flash_attention_2"}
+    (tmp_path / "config.json").write_text(json.dumps(file))
+    assert AutoConfig.from_pretrained(tmp_path).vision_config._attn_implementation is None
 
 
 def test_text_part_of_a_composite_file(transformers_log: CaptureLogger) -> None:
