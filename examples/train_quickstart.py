@@ -3,7 +3,7 @@
 """Trains a hybrid delta-attention + latent-attention + latent-MoE model from scratch, saves, reloads, and writes text.
 
 python examples/train_quickstart.py                                 # nano, about five minutes on two CPU cores
-python examples/train_quickstart.py --resume_from_checkpoint true   # goes on from the last checkpoint
+python examples/train_quickstart.py --resume_from_checkpoint true   # goes on from the last whole checkpoint
 python examples/train_quickstart.py --size small --device cuda --bf16 --data my_texts/ --max_steps 20000
 
 Every argument of `transformers.TrainingArguments` is accepted too. On a CPU the run repeats bit for bit from its seed.
@@ -21,7 +21,7 @@ from transformers.trainer_utils import enable_full_determinism, set_seed
 
 from corpus import load_documents, pack, train_tokenizer, unigram_loss
 from deltalatent import KimiK3ForCausalLM, size_config
-from deltalatent.training import QuantileBalancingCallback
+from deltalatent.training import QuantileBalancingCallback, last_complete_checkpoint
 from generate import continue_prompts
 from report import last_logged, plot_curves, weights_sha256
 
@@ -106,7 +106,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             f"{len(held_out) * args.block_size:,} held out; `{args.size}`, {model.num_parameters():,} parameters."
         )
     resume = args.resume_from_checkpoint
-    trainer.train(resume_from_checkpoint=True if resume and resume.lower() == "true" else resume)
+    if resume and resume.lower() == "true":
+        resume = last_complete_checkpoint(output)  # a run that was killed may have left half a checkpoint
+    trainer.train(resume_from_checkpoint=resume)
     held_out_loss = trainer.evaluate()["eval_loss"]
     trainer.save_model()
     trainer.save_state()

@@ -1,6 +1,6 @@
 # Copyright 2026 The deltalatent authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Training: load balancing of the routed experts, the optimizer, and what LoRA adapts."""
+"""Training: load balancing of the routed experts, the optimizer, what LoRA adapts, and resuming."""
 
 from deltalatent.training.balancing import (
     BalancedRouter,
@@ -13,6 +13,7 @@ from deltalatent.training.balancing import (
 )
 from deltalatent.training.lora import LoraTargets, lora_targets
 from deltalatent.training.optimizer import MuonAdamW, newton_schulz, parameter_groups
+from deltalatent.training.resuming import check_checkpoint, last_complete_checkpoint
 
 __all__ = [
     "BalanceReport",
@@ -21,7 +22,9 @@ __all__ = [
     "MuonAdamW",
     "QuantileBalancingCallback",
     "balanced_routers",
+    "check_checkpoint",
     "freeze_selection_bias",
+    "last_complete_checkpoint",
     "lora_targets",
     "newton_schulz",
     "parameter_groups",
