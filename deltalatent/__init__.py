@@ -12,13 +12,16 @@ Importing the package makes the Auto classes of Transformers know its models:
 
 from typing import TYPE_CHECKING, Any
 
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from deltalatent.configuration import auto
 from deltalatent.configuration.configuration_kimi_k3 import KimiK3Config, KimiK3TextConfig, KimiK3VisionConfig
 from deltalatent.configuration.sizes import SIZES, count_parameters, size_config
 from deltalatent.conversion import mapping
 from deltalatent.modeling.modeling_kimi_k3 import KimiK3ForCausalLM, KimiK3PreTrainedModel, KimiK3TextModel
+from deltalatent.modeling.multimodal import KimiK3ForConditionalGeneration, KimiK3Model
+from deltalatent.modeling.vision_tower import KimiK3VisionModel
+from deltalatent.processing import tokenization_kimi_k3
 
 if TYPE_CHECKING:
     from deltalatent.training import lora_targets
@@ -30,8 +33,12 @@ def register() -> None:
     """Register configurations, models and the tensor layout with Transformers; calling it again changes nothing."""
     auto.register()
     AutoModel.register(KimiK3TextConfig, KimiK3TextModel, exist_ok=True)
+    AutoModel.register(KimiK3Config, KimiK3Model, exist_ok=True)
+    AutoModel.register(KimiK3VisionConfig, KimiK3VisionModel, exist_ok=True)
     AutoModelForCausalLM.register(KimiK3TextConfig, KimiK3ForCausalLM, exist_ok=True)
+    AutoModelForImageTextToText.register(KimiK3Config, KimiK3ForConditionalGeneration, exist_ok=True)
     mapping.register()
+    tokenization_kimi_k3.register()
 
 
 def __getattr__(name: str) -> Any:
@@ -49,10 +56,13 @@ __all__ = [
     "SIZES",
     "KimiK3Config",
     "KimiK3ForCausalLM",
+    "KimiK3ForConditionalGeneration",
+    "KimiK3Model",
     "KimiK3PreTrainedModel",
     "KimiK3TextConfig",
     "KimiK3TextModel",
     "KimiK3VisionConfig",
+    "KimiK3VisionModel",
     "count_parameters",
     "lora_targets",
     "register",

@@ -20,6 +20,7 @@ MAY_IMPORT = {  # room: rooms of ours it may use besides itself
     "configuration": set(),
     "kernels": set(),
     "modeling": {"configuration", "kernels"},
+    "processing": {"configuration"},
     "conversion": {"configuration", "kernels", "modeling"},
     "training": {"configuration", "kernels", "modeling"},
     "evaluation": {"configuration", "kernels", "modeling", "conversion", "training"},
