@@ -688,6 +688,7 @@ class KimiK3Config(PreTrainedConfig):
         "vision_config": SubConfigSpec(KimiK3VisionConfig, optional=True),
     }
     keys_to_ignore_at_inference = ["cache", "past_key_values"]  # noqa: RUF012 - the Trainer adds a list to it
+    attribute_map = {"image_token_id": "media_placeholder_token_id"}  # noqa: RUF012 - the name `generate` looks for
 
     text_config: dict[str, Any] | PreTrainedConfig | None = None
     vision_config: dict[str, Any] | PreTrainedConfig | None = None

@@ -24,9 +24,10 @@ from transformers.core_model_loading import (
 )
 from transformers.distributed.utils import is_dtensor
 
-from deltalatent.configuration.configuration_kimi_k3 import KimiK3TextConfig
+from deltalatent.configuration.configuration_kimi_k3 import KimiK3Config, KimiK3TextConfig
 from deltalatent.conversion.mxfp4 import dequantize_mxfp4
 from deltalatent.modeling.checkpoint_errors import shortened
+from deltalatent.modeling.multimodal import KimiK3ForConditionalGeneration
 from deltalatent.modeling.released_layout import MOE_NAME, RELEASED_MOE_NAME
 
 
@@ -200,6 +201,15 @@ def released_to_ours() -> list[WeightConverter | WeightRenaming]:
     ]
 
 
+def released_parts_to_ours() -> list[WeightConverter | WeightRenaming]:
+    """A fresh list of renamings of a composite checkpoint; those of its text part apply too, behind these."""
+    return [
+        WeightRenaming(source_patterns=f"^{re.escape(released)}", target_patterns=f"^{re.escape(ours)}")
+        for released, ours in KimiK3ForConditionalGeneration.released_prefixes
+    ]
+
+
 def register() -> None:
-    """Tell Transformers about the layout; calling it again changes nothing."""
+    """Tell Transformers about the layouts; calling it again changes nothing."""
     register_checkpoint_conversion_mapping(KimiK3TextConfig.model_type, released_to_ours(), overwrite=True)
+    register_checkpoint_conversion_mapping(KimiK3Config.model_type, released_parts_to_ours(), overwrite=True)

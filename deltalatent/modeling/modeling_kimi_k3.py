@@ -167,7 +167,7 @@ class KimiK3PreTrainedModel(PreTrainedModel):
     """Loading, saving and initialisation that all model classes share."""
 
     config: KimiK3TextConfig
-    config_class = KimiK3TextConfig
+    config_class: type[PreTrainedConfig] = KimiK3TextConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["KimiK3DecoderLayer"]  # noqa: RUF012 - read by the base class
@@ -191,7 +191,7 @@ class KimiK3PreTrainedModel(PreTrainedModel):
         "e_score_correction_bias",
     ]
 
-    def __init__(self, config: KimiK3TextConfig, *args, **kwargs) -> None:
+    def __init__(self, config: PreTrainedConfig, *args, **kwargs) -> None:
         super().__init__(config, *args, **kwargs)
         self.register_load_state_dict_pre_hook(accept_released_layout)
 

@@ -24,10 +24,15 @@ EXPERT_KEY = re.compile(r"(?P<experts>.*\.experts)\.(?P<index>\d+)\.(?P<which>w[
 def accept_released_layout(module: nn.Module, state_dict: dict[str, Tensor], prefix: str, *args, **kwargs) -> None:
     """Pre-hook of `load_state_dict`: rename the MoE blocks and fuse the experts, in place; other names pass untouched.
 
+    A composite model (`released_prefixes`) gets its parts under its own names first.
+
     Experts go straight into their slice of the fused parameter. The fused name is added to `state_dict` once all of
     its slices were there, so that a strict load still reports an incomplete file; shards that hold some of the slices
     can be loaded one after the other (not strictly).
     """
+    for released, ours in getattr(module, "released_prefixes", ()):
+        for key in [key for key in state_dict if key.startswith(prefix + released)]:
+            state_dict[prefix + ours + key.removeprefix(prefix + released)] = state_dict.pop(key)
     slices: dict[str, int] = defaultdict(int)
     for key in [key for key in state_dict if key.startswith(prefix) and f".{RELEASED_MOE_NAME}." in key]:
         renamed = key.replace(f".{RELEASED_MOE_NAME}.", f".{MOE_NAME}.")
