@@ -196,6 +196,25 @@ class KimiK3TextConfig(PreTrainedConfig):
     }
     number_of_conv_states = 3  # convolution windows per KDA layer in the cache: q, k and v
 
+    # How `DistributedConfig` spreads a model; the FSDP plan of the base class fits. KDA and MLA layers are whole on
+    # each rank of a tensor-parallel group. No pipeline plan: stages would have to hand on the sums of closed blocks.
+    base_model_tp_plan = {  # noqa: RUF012 - read by the base class
+        "layers.*.mlp.gate_proj": "colwise",
+        "layers.*.mlp.up_proj": "colwise",
+        "layers.*.mlp.down_proj": "rowwise",
+        "layers.*.mlp.shared_experts.gate_proj": "colwise",
+        "layers.*.mlp.shared_experts.up_proj": "colwise",
+        "layers.*.mlp.shared_experts.down_proj": "rowwise",
+        "layers.*.mlp.experts.gate_up_proj": "packed_colwise",
+        "layers.*.mlp.experts.down_proj": "rowwise",
+        "layers.*.mlp.experts": "moe_tp_experts",
+    }
+    base_model_ep_plan = {  # noqa: RUF012
+        "layers.*.mlp.experts.gate_up_proj": "grouped_gemm",
+        "layers.*.mlp.experts.down_proj": "grouped_gemm",
+        "layers.*.mlp.experts": "ep_dispatch_experts",
+    }
+
     vocab_size: int = 163840
     hidden_size: int = 7168
     intermediate_size: int = 33792

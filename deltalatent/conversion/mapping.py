@@ -13,6 +13,7 @@ from collections import defaultdict
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import (
@@ -35,7 +36,9 @@ class NarrowDecay(ConversionOps):
     """`A_log` as stored (any length from the number of heads up, the rest is padding) -> one entry per head."""
 
     @torch.no_grad()
-    def convert(self, input_dict, source_patterns, target_patterns, config=None, full_layer_name=None, **kwargs):
+    def convert(
+        self, input_dict, source_patterns, target_patterns, model=None, config=None, full_layer_name=None, **kwargs
+    ):
         """Raises ValueError if the stored tensor is shorter than the number of heads."""
         stored = _only_tensor(input_dict)
         num_heads = config.get_text_config().linear_num_heads
@@ -44,7 +47,11 @@ class NarrowDecay(ConversionOps):
                 f"`{full_layer_name}` must have at least {num_heads} entries (one per head), got {stored.numel()}: "
                 "the file is truncated or belongs to another config."
             )
-        return {target_patterns[0]: stored.flatten()[:num_heads].clone()}
+        narrowed = stored.flatten()[:num_heads].clone()
+        if model is not None and is_dtensor(parameter := model.get_parameter(full_layer_name)):
+            whole = DTensor.from_local(narrowed, parameter.device_mesh, run_check=False)
+            narrowed = whole.redistribute(placements=parameter.placements).to_local()
+        return {target_patterns[0]: narrowed}
 
     @property
     def reverse_op(self) -> ConversionOps:

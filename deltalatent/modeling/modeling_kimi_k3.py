@@ -49,6 +49,7 @@ from deltalatent.modeling.latent_moe import (
 from deltalatent.modeling.norms import KimiK3GatedRMSNorm, KimiK3RMSNorm
 from deltalatent.modeling.packed_checkpoints import without_mxfp4_claim
 from deltalatent.modeling.released_layout import accept_released_layout
+from deltalatent.modeling.sharding import ShardedLoading
 
 INITIAL_DECAY_RANGE = (1e-3, 1e-1)
 """Initial decay per token and channel, log-uniform (Mamba-2, arXiv 2405.21060; Gated DeltaNet, arXiv 2412.06464)."""
@@ -163,7 +164,7 @@ def _mix(norm: KimiK3RMSNorm, proj: KimiK3PseudoQuery, *sources: Tensor) -> Tens
     return attention_residual_mix(sources, query, norm.variance_epsilon)
 
 
-class KimiK3PreTrainedModel(PreTrainedModel):
+class KimiK3PreTrainedModel(ShardedLoading, PreTrainedModel):
     """Loading, saving and initialisation that all model classes share."""
 
     config: KimiK3TextConfig
@@ -622,6 +623,8 @@ class KimiK3ForCausalLM(KimiK3PreTrainedModel, KimiK3GenerationMixin):
     """The text model with a language-modelling head."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+    _tp_plan = {"lm_head": "colwise_gather_output"}  # noqa: RUF012
+    _fsdp_plan = {"lm_head": "keep_full_weight"}  # noqa: RUF012
 
     def __init__(self, config: KimiK3TextConfig) -> None:
         super().__init__(config)
