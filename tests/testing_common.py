@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -96,7 +97,7 @@ def randomize_(model: nn.Module, seed: int = 0) -> nn.Module:
             tensor.copy_(0.3 * normal(tensor))
         elif name.endswith("dt_bias"):
             tensor.copy_(normal(tensor) - 2)  # forgets slowly, with some fast channels
-        elif name.endswith("norm.weight"):
+        elif re.search(r"norm[01]?\.weight$", name):
             tensor.copy_(1 + 0.2 * normal(tensor))
         elif name.endswith("res_proj.weight"):
             tensor.copy_(0.3 * normal(tensor))
@@ -105,7 +106,8 @@ def randomize_(model: nn.Module, seed: int = 0) -> nn.Module:
         elif "conv1d" in name:
             tensor.copy_(0.5 * normal(tensor))
         else:
-            tensor.copy_(normal(tensor) / math.sqrt(tensor.shape[-1]))
+            fan_in = tensor[0].numel() if tensor.ndim == 4 else tensor.shape[-1]  # a convolution, or a matrix
+            tensor.copy_(normal(tensor) / math.sqrt(fan_in))
     return model
 
 
