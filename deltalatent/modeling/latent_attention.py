@@ -10,19 +10,46 @@ Q = `qk_rope_head_dim` (the key part that the heads share), V value width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, StaticLayer
 from transformers.integrations.accelerate import force_accelerate_hooks
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import logging
 
 from deltalatent.configuration.configuration_kimi_k3 import KimiK3TextConfig
+from deltalatent.kernels.latent_attention import (
+    DocumentGroups,
+    KeyBlock,
+    blockwise_attention,
+    causal_attention,
+    latent_attention,
+)
 from deltalatent.modeling.norms import KimiK3RMSNorm
+
+logger = logging.get_logger(__name__)
 
 LOW_RANK_NORM_EPS = 1e-6
 """Epsilon of the two low-rank norms: released models use this, not `rms_norm_eps`."""
+SMALLEST_BLOCK = 4096
+"""Cached tokens whose keys and values are made at a time, at least: smaller products would not fill a GPU."""
+
+
+class CausalView(NamedTuple):
+    """What the tokens of a batch see of each other, said without a mask. Always causal.
+
+    Attributes:
+        continues: The new tokens follow those in a cache, and see them.
+        keys: bool [B, tokens in the cache + T], True at real tokens; `None` if all are. Only where `continues`.
+        groups: The sequences of the batch, if they are not simply its rows. Only where not `continues`.
+    """
+
+    continues: bool = False
+    keys: Tensor | None = None
+    groups: DocumentGroups | None = None
 
 
 def eager_attention_forward(
@@ -64,7 +91,11 @@ class KimiK3LatentAttention(nn.Module):
     What the cache keeps per token is the normalised latent (R values) and the shared key part (Q values), never keys
     and values of heads. They are read in one of two forms that give the same numbers: *expanded*, keys and values are
     computed from all S latents; *absorbed*, `W_kv_b` is moved over to the query and to the output, and attention runs
-    on the latents themselves. The form with fewer multiplications is taken; decoding absorbs.
+    on the latents themselves. The form with fewer multiplications is taken; decoding absorbs. Behind a long cache, the
+    expanded form makes keys and values of max(T, 4096) cached tokens at a time.
+
+    With `attn_implementation="sdpa"` (default) no mask is made: padding and packed documents are said by lengths
+    (`CausalView`). `"eager"` gives attention weights; other attention functions get Transformers' masks.
     """
 
     is_causal = True
@@ -103,7 +134,7 @@ class KimiK3LatentAttention(nn.Module):
     def forward(
         self,
         hidden_states: Tensor,
-        attention_mask: Tensor | None,
+        attention_mask: CausalView | Tensor | Any | None,
         cache: Cache | None = None,
         **kwargs,
     ) -> tuple[Tensor, Tensor | None]:
@@ -111,22 +142,21 @@ class KimiK3LatentAttention(nn.Module):
 
         Args:
             hidden_states: Normalised input of the layer.
-            attention_mask: What the mask functions of Transformers made for the attention function in use.
+            attention_mask: A `CausalView`, or what the mask functions of Transformers made for the attention function
+                in use.
             cache: Latents of earlier tokens; extended.
         """
+        if isinstance(attention_mask, CausalView):
+            if kwargs.get("output_attentions"):
+                logger.warning_once(
+                    '`attn_implementation="sdpa"` gives no attention weights, got `output_attentions=True`: use '
+                    '`model.set_attn_implementation("eager")`.'
+                )
+            return self._forward_without_mask(hidden_states, attention_mask, cache), None
         kwargs.pop("is_causal", None)  # the layers around this one are causal whatever a caller says
-        batch_size, length, _ = hidden_states.shape
-        if self.config.q_lora_rank is None:
-            query = self.q_proj(hidden_states)
-        else:
-            query = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden_states)))
-        query = query.view(batch_size, length, self.num_heads, self.qk_head_dim).transpose(1, 2)  # [B, H, T, P+Q]
-
-        latent, shared_key = self.kv_a_proj_with_mqa(hidden_states).split(
-            [self.kv_lora_rank, self.qk_rope_head_dim], dim=-1
-        )
-        latent = self.kv_a_layernorm(latent)[:, None]  # [B, 1, T, R], one "head" for the cache classes
-        shared_key = shared_key[:, None]  # [B, 1, T, Q]
+        query, latent, shared_key = self._project(hidden_states)
+        query = query.transpose(1, 2)  # [B, H, T, P+Q]
+        latent, shared_key = latent[:, None], shared_key[:, None]  # one "head" for the cache classes
         if cache is not None:
             latent, shared_key = cache.update(latent, shared_key, self.layer_idx)  # [B, 1, S, .]
             latent, shared_key = self._blank_unwritten(cache, latent, shared_key)
@@ -134,20 +164,135 @@ class KimiK3LatentAttention(nn.Module):
         attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )
-        attend = self._absorbed if self._absorbing_is_cheaper(length, latent.shape[2]) else self._expanded
+        attend = self._absorbed if self._absorbing_is_cheaper(query.shape[2], latent.shape[2]) else self._expanded
         output, weights = attend(attention, query, latent, shared_key, attention_mask, **kwargs)  # [B, T, H, V]
+        return self._gate_and_project(output, hidden_states), weights
 
-        output = output.reshape(batch_size, length, -1)
+    def _forward_without_mask(self, hidden_states: Tensor, view: CausalView, cache: Cache | None) -> Tensor:
+        """Attention in which lengths say what a mask of T*S entries would: `attn_implementation="sdpa"`."""
+        groups = view.groups
+        if groups is not None:
+            hidden_states = groups.gather(hidden_states)  # [1, M, D]; from here on M places take the part of T tokens
+        query, latent, shared_key = self._project(hidden_states)
+        if view.continues and cache is not None:
+            latent, shared_key = cache.update(latent[:, None], shared_key[:, None], self.layer_idx)
+            output = self._behind_cache(query, latent[:, 0], shared_key[:, 0], view.keys, cache)
+        else:
+            if cache is not None:
+                rows = [x if groups is None else groups.scatter(x) for x in (latent, shared_key)]
+                cache.update(rows[0][:, None], rows[1][:, None], self.layer_idx)
+            key, value = self._keys_and_values(latent, shared_key)
+            if groups is None:
+                output = self._causal(query, key, value)
+            else:
+                documents = zip(*(groups.split(x) for x in (query, key, value)), strict=True)
+                outputs = [self._causal(*document).flatten(0, 1) for document in documents]
+                output = (torch.cat(outputs) if len(outputs) > 1 else outputs[0])[None]
+        output = self._gate_and_project(output, hidden_states)
+        return output if groups is None else groups.scatter(output)
+
+    def _project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [B, T, H, P+Q], normalised latents [B, T, R], shared key parts [B, T, Q]."""
+        if self.config.q_lora_rank is None:
+            query = self.q_proj(hidden_states)
+        else:
+            query = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden_states)))
+        latent, shared_key = self.kv_a_proj_with_mqa(hidden_states).split(
+            [self.kv_lora_rank, self.qk_rope_head_dim], dim=-1
+        )
+        return query.unflatten(-1, (self.num_heads, self.qk_head_dim)), self.kv_a_layernorm(latent), shared_key
+
+    def _gate_and_project(self, output: Tensor, hidden_states: Tensor) -> Tensor:
+        """[B, T, H, V] -> [B, T, D]."""
+        output = output.flatten(2)
         if self.config.mla_use_output_gate:
             output = output * torch.sigmoid(self.g_proj(hidden_states))
-        return self.o_proj(output), weights
+        return self.o_proj(output)
+
+    def _keys_and_values(self, latent: Tensor, shared_key: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, S, R] and [B, S, Q] -> keys [B, S, H, P+Q] and values [B, S, H, V]."""
+        per_head = self.kv_b_proj(latent).unflatten(-1, (self.num_heads, -1))
+        own_key, value = per_head.split([self.qk_nope_head_dim, self.v_head_dim], dim=-1)
+        return torch.cat([own_key, shared_key[:, :, None].expand(-1, -1, self.num_heads, -1)], dim=-1), value
+
+    def _causal(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Tokens among themselves: [n, l, H, P+Q] twice and [n, l, H, V] -> [n, l, H, V]."""
+        output = causal_attention(
+            *(x.transpose(1, 2) for x in (query, key, value)), scale=self.scaling, dropout=self._dropout
+        )
+        return output.transpose(1, 2)
+
+    def _behind_cache(
+        self, query: Tensor, latent: Tensor, shared_key: Tensor, keys: Tensor | None, cache: Cache
+    ) -> Tensor:
+        """The last T of the tokens written to the cache: queries [B, T, H, P+Q] and S latents -> [B, T, H, V].
+
+        `keys` [B, <= S], True at tokens that may be seen, lacks the part of a preallocated cache not written yet.
+        """
+        length, room = query.shape[1], latent.shape[1]
+        end: Any = cache.get_seq_length(self.layer_idx)  # of a static cache, a tensor on its device
+        if keys is not None:
+            keys = nn.functional.pad(keys, (0, room - keys.shape[1]))
+        if self._absorbing_is_cheaper(length, room):
+            end = end if isinstance(end, Tensor) else None
+            return self._absorbed_in_cache(query, latent, shared_key, keys, end)
+        if torch.compiler.is_compiling() or (torch.is_grad_enabled() and query.requires_grad):
+            return self._masked(query, latent, shared_key, keys, end)
+
+        end = int(end)
+        past = end - length
+        query = query.transpose(1, 2)
+
+        def blocks() -> Iterator[KeyBlock]:
+            # As many tokens at a time as there are new ones need no more memory than a prefill of these alone.
+            size = max(length, SMALLEST_BLOCK)
+            for start in [*range(0, past, size), past]:
+                part = slice(start, min(start + size, past) if start < past else end)
+                key, value = self._keys_and_values(latent[:, part], shared_key[:, part])
+                mask = None if keys is None else keys[:, None, None, part]
+                is_own = start == past
+                if mask is not None and is_own:
+                    mask = mask & torch.ones(length, length, dtype=torch.bool, device=mask.device).tril()
+                yield KeyBlock(key.transpose(1, 2), value.transpose(1, 2), mask, is_own and mask is None)
+
+        return blockwise_attention(query, blocks(), scale=self.scaling).transpose(1, 2)
+
+    def _absorbed_in_cache(
+        self, query: Tensor, latent: Tensor, shared_key: Tensor, keys: Tensor | None, end: Tensor | None
+    ) -> Tensor:
+        """`W_kv_b` moved over to the query and to the output; attention runs on the latents themselves."""
+        key_weight, value_weight = self._key_and_value_weights()
+        own_query, shared_query = query.split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
+        latent_query = torch.einsum("bthp,hpr->bthr", own_query, key_weight)
+        output = latent_attention(
+            latent_query.to(latent.dtype),
+            shared_query.to(latent.dtype),
+            latent,
+            shared_key.to(latent.dtype),
+            scale=self.scaling,
+            mask=None if keys is None else keys[:, None],
+            end=end,
+        )
+        return torch.einsum("bthr,hvr->bthv", output, value_weight)
+
+    def _masked(self, query: Tensor, latent: Tensor, shared_key: Tensor, keys: Tensor | None, end: Any) -> Tensor:
+        """With a mask after all: where gradients pass through a cache, or a compiled graph cannot know its length."""
+        length, room = query.shape[1], latent.shape[1]
+        places = torch.arange(room, device=query.device)
+        last = torch.arange(length, device=query.device) + (end - length)
+        visible = places <= last[:, None]
+        visible = visible[None, None] if keys is None else visible & keys[:, None, None]
+        written = (places < end)[:, None]
+        key, value = self._keys_and_values(torch.where(written, latent, 0), torch.where(written, shared_key, 0))
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        output = nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=visible, dropout_p=self._dropout, scale=self.scaling
+        )
+        return output.transpose(1, 2)
 
     def _expanded(self, attention, query, latent, shared_key, attention_mask, **kwargs):
         """Keys and values of every head, computed from the latents."""
-        batch_size, _, seen, _ = latent.shape
-        per_head = self.kv_b_proj(latent[:, 0]).view(batch_size, seen, self.num_heads, -1).transpose(1, 2)
-        own_key, value = per_head.split([self.qk_nope_head_dim, self.v_head_dim], dim=-1)
-        key = torch.cat([own_key, shared_key.expand(-1, self.num_heads, -1, -1)], dim=-1)  # [B, H, S, P+Q]
+        key, value = (x.transpose(1, 2) for x in self._keys_and_values(latent[:, 0], shared_key[:, 0]))
         return self._call(attention, query, key, value, attention_mask, **kwargs)
 
     def _absorbed(self, attention, query, latent, shared_key, attention_mask, **kwargs):
@@ -157,9 +302,7 @@ class KimiK3LatentAttention(nn.Module):
         latents for each head.
         """
         batch_size, num_heads, length, _ = query.shape
-        key_weight, value_weight = self.kv_b_proj.weight.view(num_heads, -1, self.kv_lora_rank).split(
-            [self.qk_nope_head_dim, self.v_head_dim], dim=1
-        )  # [H, P, R], [H, V, R]
+        key_weight, value_weight = self._key_and_value_weights()
         own_query, shared_query = query.split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
         latent_query = torch.cat([own_query @ key_weight, shared_query], dim=-1)  # [B, H, T, R+Q]
         latent_query = latent_query.transpose(1, 2).reshape(batch_size, 1, length * num_heads, -1)
@@ -180,8 +323,18 @@ class KimiK3LatentAttention(nn.Module):
         return output, weights
 
     def _call(self, attention, query, key, value, attention_mask, **kwargs):
-        dropout = self.attention_dropout if self.training else 0.0
-        return attention(self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs)
+        return attention(
+            self, query, key, value, attention_mask, dropout=self._dropout, scaling=self.scaling, **kwargs
+        )
+
+    @property
+    def _dropout(self) -> float:
+        return self.attention_dropout if self.training else 0.0
+
+    def _key_and_value_weights(self) -> tuple[Tensor, Tensor]:
+        """The two halves of `kv_b_proj.weight`, [H, P, R] and [H, V, R]."""
+        weight = self.kv_b_proj.weight.view(self.num_heads, -1, self.kv_lora_rank)
+        return weight.split([self.qk_nope_head_dim, self.v_head_dim], dim=1)
 
     def _absorbing_is_cheaper(self, length: int, seen: int) -> bool:
         """Compare multiplications per head: attention over wide latents against expanding them first."""

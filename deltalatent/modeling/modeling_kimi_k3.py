@@ -35,10 +35,11 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from deltalatent.configuration.configuration_kimi_k3 import KimiK3TextConfig
 from deltalatent.kernels.attn_res import attention_residual_mix
+from deltalatent.kernels.latent_attention import document_groups
 from deltalatent.kernels.sequence_layout import SequenceLayout, sequence_layout
 from deltalatent.modeling.checkpoint_errors import check_conversion, shortened, unreadable_files
 from deltalatent.modeling.delta_attention import KimiK3DeltaAttention, KimiK3ShortConvolution
-from deltalatent.modeling.latent_attention import KimiK3LatentAttention
+from deltalatent.modeling.latent_attention import CausalView, KimiK3LatentAttention
 from deltalatent.modeling.latent_moe import (
     KimiK3Experts,
     KimiK3MLP,
@@ -461,13 +462,13 @@ class KimiK3TextModel(KimiK3PreTrainedModel):
         cache: Cache | None,
         cu_seqlens: Tensor | None,
     ) -> tuple[Any, SequenceLayout | None]:
-        """The mask of the latent-attention layers, and where the sequences are for the KDA layers."""
+        """What the latent-attention layers see, and where the sequences are for the KDA layers."""
         batch_size, length, _ = inputs_embeds.shape
+        full_mask: Any = None
         if isinstance(attention_mask, dict):
             full_mask, padding = attention_mask.get("full_attention"), attention_mask["linear_attention"]
         else:
             self._check_mask(attention_mask, batch_size, length, cache)
-            full_mask = None
             padding = _padding_of_new_tokens(attention_mask, length)
 
         layout = None
@@ -475,20 +476,25 @@ class KimiK3TextModel(KimiK3PreTrainedModel):
             layout = sequence_layout(
                 batch_size, length, attention_mask=padding, position_ids=position_ids, cu_seqlens=cu_seqlens
             )
-        if layout is not None and layout.is_packed:
-            if cache is not None:
-                raise ValueError(
-                    "packed documents (restarting `position_ids` or `cu_seq_lens_q`) cannot be cached, got a `cache`: "
-                    "pass one document per row to continue it, or no cache."
-                )
-            # Positions that restart say it all, unless padding interrupts them.
-            is_padded = layout.indices is not None
-            attention_mask, position_ids = None, None if is_padded else layout.restarting_positions()
-            same_document = layout.same_document if is_padded else None
-        else:
-            # Not packed: the mask functions must not look for documents.
+        is_packed = layout is not None and layout.is_packed
+        if is_packed and cache is not None:
+            raise ValueError(
+                "packed documents (restarting `position_ids` or `cu_seq_lens_q`) cannot be cached, got a `cache`: "
+                "pass one document per row to continue it, or no cache."
+            )
+        if "full_attention" not in self.config.layer_types:
+            return None, layout
+        if self.config._attn_implementation == "sdpa":
+            real = full_mask if isinstance(attention_mask, dict) else attention_mask
+            return self._causal_view(length, real, cache, layout), layout
+        if not isinstance(attention_mask, dict):
+            # Unless documents are packed, the mask functions must not look for any.
             position_ids = same_document = None
-        if not isinstance(attention_mask, dict) and "full_attention" in self.config.layer_types:
+            if layout is not None and is_packed:
+                # Positions that restart say it all, unless padding interrupts them.
+                is_padded = layout.indices is not None
+                attention_mask, position_ids = None, None if is_padded else layout.restarting_positions()
+                same_document = layout.same_document if is_padded else None
             full_mask = create_causal_mask(
                 config=self.config,
                 inputs_embeds=inputs_embeds,
@@ -498,6 +504,22 @@ class KimiK3TextModel(KimiK3PreTrainedModel):
                 and_mask_function=same_document,
             )
         return full_mask, layout
+
+    def _causal_view(
+        self, length: int, real: Tensor | None, cache: Cache | None, layout: SequenceLayout | None
+    ) -> CausalView | Tensor:
+        """What tokens see of each other, without a mask of T*S entries; `real` is 1 at tokens that are no padding."""
+        if real is not None and real.ndim == 4:
+            if length > 1:
+                return real  # somebody else's
+            real = real[:, 0, 0]
+        if cache is not None and (length == 1 or _holds_tokens(cache)):
+            if real is not None:
+                real = real.bool()
+                if length > 1 and not torch.compiler.is_compiling() and bool(real.all()):
+                    real = None
+            return CausalView(continues=True, keys=real)
+        return CausalView(groups=None if layout is None else document_groups(layout))
 
     def _check_mask(self, attention_mask: Tensor | None, batch_size: int, length: int, cache: Cache | None) -> None:
         if attention_mask is None:
@@ -534,6 +556,13 @@ def _padding_of_new_tokens(attention_mask: Tensor | None, length: int) -> Tensor
     if not torch.compiler.is_compiling() and bool(padding.all()):
         return None
     return padding
+
+
+def _holds_tokens(cache: Cache) -> bool:
+    length = cache.get_seq_length()
+    if isinstance(length, Tensor) and torch.compiler.is_compiling():
+        return True  # a static cache that has been written to once; if it is empty again, that costs only time
+    return int(length) > 0
 
 
 class RefuseNaN(LogitsProcessor):
@@ -611,9 +640,12 @@ class KimiK3GenerationMixin(GenerationMixin):
         """Masks of both kinds of layers, made by `generate` before the forward of a static cache.
 
         Transformers' function leaves padding out if the model has no KDA layer, or if a prompt comes token by token;
-        packing could then no longer be told from padding, or padding from tokens.
+        packing could then no longer be told from padding, or padding from tokens. Nor does it know that
+        `attn_implementation="sdpa"` takes the padding itself, where its mask would have an entry per pair of tokens.
         """
-        masks = create_masks_for_generate(config, inputs_embeds, attention_mask, cache, position_ids=position_ids)
+        masks: dict[str, Tensor | None] = {"full_attention": attention_mask}
+        if inputs_embeds.shape[1] == 1 or config.get_text_config()._attn_implementation != "sdpa":
+            masks = create_masks_for_generate(config, inputs_embeds, attention_mask, cache, position_ids=position_ids)
         if is_first_iteration:  # generated tokens are never padding
             masks["linear_attention"] = _padding_of_new_tokens(attention_mask, inputs_embeds.shape[1])
         return {"linear_attention": None} | masks
