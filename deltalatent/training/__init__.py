@@ -8,10 +8,13 @@ from deltalatent.training.balancing import (
     QuantileBalancingCallback,
     balanced_routers,
     freeze_selection_bias,
+    load_selection_bias,
     register_quantile_balancing,
+    save_selection_bias,
     update_selection_bias,
 )
 from deltalatent.training.lora import LoraTargets, lora_targets
+from deltalatent.training.model_card import write_model_card
 from deltalatent.training.optimizer import MuonAdamW, newton_schulz, parameter_groups
 from deltalatent.training.resuming import check_checkpoint, last_complete_checkpoint
 
@@ -25,9 +28,12 @@ __all__ = [
     "check_checkpoint",
     "freeze_selection_bias",
     "last_complete_checkpoint",
+    "load_selection_bias",
     "lora_targets",
     "newton_schulz",
     "parameter_groups",
     "register_quantile_balancing",
+    "save_selection_bias",
     "update_selection_bias",
+    "write_model_card",
 ]

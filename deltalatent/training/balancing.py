@@ -12,15 +12,19 @@ Source: Kimi K3 technical report (arXiv 2607.24653), Stable LatentMoE.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from deltalatent.modeling.quantile_balancing import QuantileHistogram, reduce_histograms
 
@@ -30,7 +34,9 @@ __all__ = [
     "QuantileBalancingCallback",
     "balanced_routers",
     "freeze_selection_bias",
+    "load_selection_bias",
     "register_quantile_balancing",
+    "save_selection_bias",
     "update_selection_bias",
 ]
 
@@ -45,6 +51,10 @@ class BalancedRouter(Protocol):
 
     balance: QuantileHistogram
     e_score_correction_bias: Tensor
+
+
+SELECTION_BIAS_FILE = "selection_bias.safetensors"
+BIAS_NAME = "e_score_correction_bias"
 
 
 @dataclass(frozen=True)
@@ -119,6 +129,48 @@ def freeze_selection_bias(model: nn.Module, frozen: bool = True) -> None:
     for _, router in balanced_routers(model):
         router.balance.enabled = not frozen
         router.balance.reset()
+
+
+def save_selection_bias(model: nn.Module, folder: str | Path) -> None:
+    """Write the selection bias of every router to `selection_bias.safetensors` in a folder, which is made if need be.
+
+    For adapters: a model that is saved whole carries its bias, the files of PEFT hold trained weights only. An adapter
+    that was trained while balancing moved the bias gives its numbers with that bias.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    biases = {name: router.e_score_correction_bias.detach().cpu() for name, router in _named_biases(model).items()}
+    save_file(biases, folder / SELECTION_BIAS_FILE, metadata={"format": "pt"})
+
+
+@torch.no_grad()
+def load_selection_bias(model: nn.Module, folder: str | Path) -> None:
+    """Read what :func:`save_selection_bias` wrote into the routers of a model, with or without adapters.
+
+    Raises:
+        ValueError: There is no such file in the folder, or it is of a model with other routers.
+    """
+    path = Path(folder) / SELECTION_BIAS_FILE
+    if not path.is_file():
+        raise ValueError(
+            f"{folder} must hold {SELECTION_BIAS_FILE}, got no such file: write it with `save_selection_bias(model, "
+            "folder)` beside the adapter."
+        )
+    biases, routers = load_file(path), _named_biases(model)
+    expected = {name: tuple(router.e_score_correction_bias.shape) for name, router in routers.items()}
+    if (found := {name: tuple(bias.shape) for name, bias in biases.items()}) != expected:
+        raise ValueError(
+            f"{path} must hold the biases {expected} of this model, got {found}: load it into the model that it was "
+            "saved from."
+        )
+    for name, router in routers.items():
+        router.e_score_correction_bias.copy_(biases[name])
+
+
+def _named_biases(model: nn.Module) -> dict[str, BalancedRouter]:
+    """Routers by the name of their bias in the model without wrappers (adapters, DDP, compilation)."""
+    wrappers = re.compile(r"^(module\.|_orig_mod\.|base_model\.model\.)+")
+    return {f"{wrappers.sub('', name)}.{BIAS_NAME}": router for name, router in balanced_routers(model)}
 
 
 @torch.no_grad()
@@ -216,7 +268,8 @@ class QuantileBalancingCallback(TrainerCallback):
 
     Works at ``on_pre_optimizer_step``: once per update, after all micro-batches of gradient accumulation. Evaluation
     leaves the bias alone, because a model in eval mode collects nothing. The bias is an ordinary buffer of the model,
-    so checkpoints carry it and resuming needs nothing else.
+    so checkpoints carry it and resuming needs nothing else. Checkpoints of adapters do not: there the callback adds
+    `selection_bias.safetensors`, and reads it when training resumes from `output_dir`.
 
     Adds to the Trainer's training logs (means over the steps since the last log):
 
@@ -236,8 +289,8 @@ class QuantileBalancingCallback(TrainerCallback):
         last_report: :class:`BalanceReport` of the latest step, ``None`` before the first.
 
     Raises:
-        ValueError: at construction if ``ema`` is outside [0, 1); when training begins if the model has no router, or
-            if the Trainer would use ``nn.DataParallel``.
+        ValueError: at construction if ``ema`` is outside [0, 1); when training begins if the model has no router, if
+            the Trainer would use ``nn.DataParallel``, or if adapters resume from a checkpoint without their bias.
     """
 
     _LOG_KEYS = tuple(f"expert_load/{key}" for key in ("max_violation", "max_violation_worst", "cv", "dead"))
@@ -268,6 +321,8 @@ class QuantileBalancingCallback(TrainerCallback):
         _start(kwargs["model"])
         self.last_report = None
         self._window = None
+        if state.global_step > 0 and _saves_adapters_only(kwargs["model"]):
+            load_selection_bias(kwargs["model"], _checkpoint_folder(args, state))
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -276,6 +331,22 @@ class QuantileBalancingCallback(TrainerCallback):
         summary = self.last_report.summary()
         entry = torch.stack((summary.nan_to_num(0.0), summary.isfinite().to(summary.dtype)))
         self._window = entry if self._window is None else self._window + entry
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        # Before the Trainer writes its checkpoint: one that is whole has the bias, at whatever moment a run is killed.
+        if control.should_save and args.should_save and _saves_adapters_only(kwargs["model"]):
+            save_selection_bias(kwargs["model"], _checkpoint_folder(args, state))
+
+    on_epoch_end = on_step_end
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        # The Trainer decides on `save_strategy="best"` after the last event before it saves.
+        folder = _checkpoint_folder(args, state)
+        is_there = (folder / SELECTION_BIAS_FILE).is_file()
+        if not is_there and args.should_save and _saves_adapters_only(kwargs["model"]):
+            save_selection_bias(kwargs["model"], folder)
 
     def on_log(
         self,
@@ -314,6 +385,15 @@ def _start(model: nn.Module) -> None:
         router.balance.allocate(router.e_score_correction_bias.device)
         router.balance.reset()
         router.balance.has_reader = True
+
+
+def _saves_adapters_only(model: nn.Module) -> bool:
+    """Whether `save_pretrained` writes adapters instead of the model: PEFT's wrapper, or `model.add_adapter`."""
+    return hasattr(model, "peft_config") or getattr(model, "_hf_peft_config_loaded", False)
+
+
+def _checkpoint_folder(args: TrainingArguments, state: TrainerState) -> Path:
+    return Path(args.output_dir or ".") / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
 
 
 def _check_ema(ema: float | None) -> None:

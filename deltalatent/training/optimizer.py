@@ -16,6 +16,9 @@ and so is each of several projections that share a tensor.
 Sources: Muon (Jordan et al., 2024), Muon is Scalable for LLM Training (arXiv 2502.16982: the factor rho and weight
 decay), Kimi K2 (arXiv 2507.20534), Kimi K3 report (arXiv 2607.24653, section 2.5: per-head Muon), AdamW (arXiv
 1711.05101).
+Sharded parameters (`DTensor`): where a rank holds whole matrices (its experts, its heads), it orthogonalises them by
+itself; others are gathered, orthogonalised on every rank and cut up again ("Distributed Muon", arXiv 2502.16982). All
+that is element-wise happens on the shards.
 Shapes: R rows, C columns, N matrices.
 """
 
@@ -27,7 +30,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim.adamw import adamw
 
 from deltalatent.modeling.delta_attention import KimiK3DeltaAttention, KimiK3ShortConvolution
@@ -175,7 +178,9 @@ class MuonAdamW(torch.optim.Optimizer):
     Parameters in half precision are computed in float32 and rounded once; their state is kept, saved and loaded as
     float32. Keep the parameters themselves in float32 (with bf16 autocast) if you can: an update below 1/512 of a
     bf16 weight is lost in rounding. Schedulers, `Trainer(optimizers=(optimizer, None))`, gradient scalers and
-    checkpoints treat it like any other optimizer. A matrix needs one value of state per element, AdamW two.
+    checkpoints treat it like any other optimizer. A matrix needs one value of state per element, AdamW two. Parameters
+    may be sharded (FSDP2, expert or tensor parallelism): every rank must call `step`, and all have gradients for the
+    same parameters.
 
     Args:
         params: Groups from :func:`parameter_groups`, or of the same form.
@@ -189,7 +194,7 @@ class MuonAdamW(torch.optim.Optimizer):
 
     Raises:
         ValueError: An option is out of range; a group says no algorithm or row blocks that do not fit; at `step`, a
-            gradient is sparse, or a parameter is sharded (`DTensor`): its rows are not whole matrices.
+            gradient is sparse.
     """
 
     def __init__(
@@ -252,7 +257,7 @@ class MuonAdamW(torch.optim.Optimizer):
                 loss = closure()
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-            grads = [parameter.grad for parameter in parameters]
+            grads = [_gradient(parameter) for parameter in parameters]
             if any(grad.is_sparse for grad in grads):
                 raise ValueError("gradients must be dense, got a sparse one: use `nn.Embedding(sparse=False)`.")
             if group["algorithm"] == "adamw":
@@ -284,48 +289,76 @@ class MuonAdamW(torch.optim.Optimizer):
                     self.state[parameter][key] = value.to(device=parameter.device, dtype=dtype, copy=True)
 
     def _muon_step(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
-        if isinstance(parameter, DTensor):
-            raise ValueError(
-                f"Muon must see whole matrices, got a parameter sharded as {parameter.placements}: use "
-                "`torch.optim.AdamW(parameter_groups(model))` with FSDP2 or tensor parallelism."
-            )
         state = self.state[parameter]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter, dtype=_state_dtype(parameter))
-        lr, momentum = float(group["lr"]), group["momentum"]
-        tensors = (parameter, grad, state["momentum_buffer"])
+        tensors = (_local(parameter), grad, _local(state["momentum_buffer"]))
+        if isinstance(parameter, DTensor) and not _holds_whole_matrices(parameter, group["row_blocks"]):
+            self._gathered_step(parameter, *tensors, group)
+            return
         for stack in zip(*(_split(tensor, group["row_blocks"]) for tensor in tensors), strict=True):
-            shape = stack[0].shape  # [N, ..., R, C]
-            scale = lr * group["update_rms"] * math.sqrt(max(shape[-2:]))
-            batch = max(1, BATCH_ELEMENTS // shape[1:].numel())
-            for weight, new, buffer in zip(*(tensor.split(batch) for tensor in stack), strict=True):
-                new = new.to(buffer.dtype)
-                buffer.lerp_(new, 1 - momentum)
-                update = newton_schulz(
-                    new.lerp(buffer, momentum) if group["nesterov"] else buffer,
-                    steps=group["ns_steps"],
-                    coefficients=group["ns_coefficients"],
-                    dtype=group["ns_dtype"],
-                )
-                wide = weight.to(buffer.dtype)
-                wide.mul_(1 - lr * group["weight_decay"]).add_(update, alpha=-scale)
-                if wide.dtype != weight.dtype:
-                    weight.copy_(wide)
+            for weight, new, buffer in zip(*(_batches(tensor) for tensor in stack), strict=True):
+                update = self._orthogonalise(self._look_ahead(new, buffer, group), group)
+                self._descend(weight, update, group)
+
+    def _gathered_step(
+        self, parameter: DTensor, weight: Tensor, new: Tensor, buffer: Tensor, group: dict[str, Any]
+    ) -> None:
+        """Step of matrices that lie on several ranks; `weight`, `new` and `buffer` are this rank's part."""
+        mesh, placements = parameter.device_mesh, parameter.placements
+        direction = DTensor.from_local(
+            self._look_ahead(new, buffer, group),
+            mesh,
+            placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        ).full_tensor()
+        for stack in _split(direction, group["row_blocks"]):
+            for matrices in _batches(stack):
+                matrices.copy_(self._orthogonalise(matrices, group))
+        update = DTensor.from_local(direction, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        self._descend(weight, update.redistribute(placements=placements).to_local(), group)
+
+    @staticmethod
+    def _look_ahead(new: Tensor, buffer: Tensor, group: dict[str, Any]) -> Tensor:
+        """Take a gradient into the momentum; what is to be orthogonalised."""
+        new = new.to(buffer.dtype)
+        buffer.lerp_(new, 1 - group["momentum"])
+        return new.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
+
+    @staticmethod
+    def _orthogonalise(matrices: Tensor, group: dict[str, Any]) -> Tensor:
+        """[..., R, C] -> the same, singular values near sqrt(max(R, C))."""
+        update = newton_schulz(
+            matrices, steps=group["ns_steps"], coefficients=group["ns_coefficients"], dtype=group["ns_dtype"]
+        )
+        return update.to(matrices.dtype).mul_(math.sqrt(max(matrices.shape[-2:])))
+
+    @staticmethod
+    def _descend(weight: Tensor, update: Tensor, group: dict[str, Any]) -> None:
+        lr = float(group["lr"])
+        wide = weight.to(update.dtype)
+        wide.mul_(1 - lr * group["weight_decay"]).add_(update, alpha=-lr * group["update_rms"])
+        if wide.dtype != weight.dtype:
+            weight.copy_(wide)
 
     def _adamw_step(self, parameters: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
-        wide = [parameter.to(_state_dtype(parameter)) for parameter in parameters]
         states = [self.state[parameter] for parameter in parameters]
-        for state, tensor in zip(states, wide, strict=True):
+        for state, parameter in zip(states, parameters, strict=True):
             if not state:
                 state["step"] = torch.tensor(0.0, dtype=torch.float32)
-                state["exp_avg"] = torch.zeros_like(tensor)
-                state["exp_avg_sq"] = torch.zeros_like(tensor)
+                state["exp_avg"] = torch.zeros_like(parameter, dtype=_state_dtype(parameter))
+                state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=_state_dtype(parameter))
+        # Element-wise, so shards are stepped as ordinary tensors.
+        weights = [_local(parameter) for parameter in parameters]
+        wide = [weight.to(_state_dtype(weight)) for weight in weights]
         beta1, beta2 = group["betas"]
         adamw(
             wide,
             [grad.to(tensor.dtype) for grad, tensor in zip(grads, wide, strict=True)],
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
+            [_local(state["exp_avg"]) for state in states],
+            [_local(state["exp_avg_sq"]) for state in states],
             [],
             [state["step"] for state in states],
             amsgrad=False,
@@ -336,9 +369,9 @@ class MuonAdamW(torch.optim.Optimizer):
             eps=group["eps"],
             maximize=False,
         )
-        for parameter, tensor in zip(parameters, wide, strict=True):
-            if tensor.dtype != parameter.dtype:
-                parameter.copy_(tensor)
+        for weight, tensor in zip(weights, wide, strict=True):
+            if tensor.dtype != weight.dtype:
+                weight.copy_(tensor)
 
 
 def _split(tensor: Tensor, row_blocks: tuple[int, ...] | None) -> list[Tensor]:
@@ -346,6 +379,41 @@ def _split(tensor: Tensor, row_blocks: tuple[int, ...] | None) -> list[Tensor]:
     if row_blocks is None:
         return [tensor if tensor.ndim == 3 else tensor[None]]
     return list(tensor.unflatten(-2, (-1, sum(row_blocks))).split(row_blocks, dim=-2))
+
+
+def _batches(stack: Tensor) -> tuple[Tensor, ...]:
+    """Views of [N, ..., R, C] along the first axis, of at most `BATCH_ELEMENTS` elements if a matrix has no more."""
+    return stack.split(max(1, BATCH_ELEMENTS // max(1, stack.shape[1:].numel())))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's part, sharing memory with it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    """This rank's part of the gradient, cut as the parameter is."""
+    grad = parameter.grad
+    assert grad is not None  # for type checkers; the caller has looked
+    if isinstance(parameter, DTensor) and isinstance(grad, DTensor):
+        grad = grad.redistribute(placements=parameter.placements)
+    return _local(grad)
+
+
+def _holds_whole_matrices(parameter: DTensor, row_blocks: tuple[int, ...] | None) -> bool:
+    """Whether no matrix of the parameter lies on two ranks; the answer is the same on all of them."""
+    cuts = [
+        (placement, parameter.device_mesh.size(axis))
+        for axis, placement in enumerate(parameter.placements)
+        if not placement.is_replicate() and parameter.device_mesh.size(axis) > 1
+    ]
+    if parameter.ndim == 3:
+        return all(getattr(placement, "dim", None) == 0 for placement, _ in cuts)
+    if not cuts:
+        return True
+    parts = math.prod(size for _, size in cuts)
+    is_cut_in_rows = all(type(placement) is Shard and placement.dim == 0 for placement, _ in cuts)
+    return row_blocks is not None and is_cut_in_rows and parameter.shape[0] % (parts * sum(row_blocks)) == 0
 
 
 def _state_dtype(parameter: Tensor) -> torch.dtype:

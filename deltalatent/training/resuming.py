@@ -19,6 +19,8 @@ from pathlib import Path
 
 from transformers.utils import logging
 
+from deltalatent.training.balancing import SELECTION_BIAS_FILE
+
 __all__ = ["check_checkpoint", "last_complete_checkpoint"]
 
 logger = logging.get_logger(__name__)
@@ -87,7 +89,7 @@ def _faults(folder: Path) -> list[str]:
 
 
 def _weights_faults(folder: Path) -> Iterator[str]:
-    files = [path for pattern in WEIGHTS for path in folder.glob(pattern)]
+    files = [path for pattern in WEIGHTS for path in sorted(folder.glob(pattern))]
     index = folder / WEIGHTS_INDEX
     if index.is_file():
         try:
@@ -98,7 +100,7 @@ def _weights_faults(folder: Path) -> Iterator[str]:
         files += [folder / name for name in sorted(shards)]
     if not files:
         yield from _archive_faults(folder, f"weights ({WEIGHTS[0]}, {WEIGHTS[1]}, ...)", FSDP_WEIGHTS)
-    for path in files:
+    for path in [*files, *folder.glob(SELECTION_BIAS_FILE)]:
         if not path.is_file():
             yield f"{path.name} is missing"
         elif not _is_whole_safetensors(path):

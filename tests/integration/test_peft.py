@@ -12,14 +12,21 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, TrainingArguments
 
-from deltalatent import KimiK3ForCausalLM
-from deltalatent.training import freeze_selection_bias
+from deltalatent import KimiK3ForCausalLM, lora_targets
+from deltalatent.training import (
+    QuantileBalancingCallback,
+    balanced_routers,
+    check_checkpoint,
+    freeze_selection_bias,
+    load_selection_bias,
+    save_selection_bias,
+)
 from tests.equivalence import ROUNDED
-from tests.testing_common import assert_close, assert_gradients_close, random_ids, tiny_model
+from tests.testing_common import assert_close, assert_gradients_close, load_golden_model, random_ids, tiny_model
 
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]
@@ -160,11 +167,8 @@ def trainer(folder: Path, model: nn.Module, ids: Tensor, **arguments: Any) -> Tr
         "report_to": [],
         "disable_tqdm": True,
     }
-    return Trainer(
-        model,
-        TrainingArguments(**(defaults | arguments)),
-        train_dataset=[{"input_ids": row, "labels": row} for row in rows],
-    )
+    data = [{"input_ids": row, "labels": row} for row in rows]
+    return Trainer(model, TrainingArguments(**(defaults | arguments)), train_dataset=data, eval_dataset=data)
 
 
 def losses(run: Trainer) -> list[float]:
@@ -255,3 +259,166 @@ def test_generation_with_an_adapter_is_that_of_the_merged_model(ids: Tensor) -> 
     greedy = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
     written = model.generate(input_ids=ids, **greedy)
     assert torch.equal(written, model.merge_and_unload().generate(ids, **greedy))
+
+
+def biases(model: nn.Module) -> Tensor:
+    return torch.stack([router.e_score_correction_bias for _, router in balanced_routers(model)]).clone()
+
+
+def test_several_adapters_are_switched_saved_and_deleted_one_by_one(tmp_path: Path, ids: Tensor) -> None:
+    model = adapted(**TARGETS["both"])
+    model.add_adapter("second", lora_config(**TARGETS["both"]))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B.second" in name:
+                parameter.normal_(std=0.3)
+        expected = {}
+        for name in ("default", "second"):
+            model.set_adapter(name)
+            expected[name] = model(ids).logits
+        assert (expected["default"] - expected["second"]).abs().max() > 0.1
+        model.save_pretrained(tmp_path)
+
+        again = PeftModel.from_pretrained(tiny_model(**CONFUSABLE), tmp_path)
+        again.load_adapter(tmp_path / "second", "second")
+        again.eval()
+        for name in ("default", "second", "default"):
+            again.set_adapter(name)
+            assert_close(again(ids).logits, expected[name], ROUNDED, what=name)
+        again.set_adapter("second")
+        again.delete_adapter("default")
+        assert_close(again(ids).logits, expected["second"], ROUNDED)
+
+
+@pytest.mark.parametrize("experts", ["eager", "batched_mm", "grouped_mm"])
+def test_merged_is_adapted_on_every_backend_and_unmerging_gives_the_base_back(ids: Tensor, experts: str) -> None:
+    model = adapted(**TARGETS["both"])
+    model.get_base_model().set_experts_implementation(experts)
+    base = {name: p.clone() for name, p in model.named_parameters() if "lora_" not in name}
+    with torch.no_grad():
+        expected = model(ids).logits
+        model.merge_adapter()
+        assert_close(model(ids).logits, expected, ROUNDED)
+        merged = {name: p.clone() for name, p in model.named_parameters() if name in base}
+        model.unmerge_adapter()
+        assert_close(model(ids).logits, expected, ROUNDED)
+    changed = {name for name, tensor in merged.items() if not torch.equal(tensor, base[name])}
+    assert any(".experts." in name for name in changed) and any("q_proj" in name for name in changed)
+    for name, tensor in base.items():
+        now = model.get_parameter(name)
+        # A sum and a difference, each rounded once, to half a unit in the last place of at most |sum|.
+        largest = torch.maximum(tensor.abs(), merged[name].abs()).max().item()
+        assert (now - tensor).abs().max().item() <= torch.finfo(torch.float32).eps * largest, name
+
+
+def test_training_adapters_leaves_base_and_bias_alone_unless_balancing_is_asked_for(
+    tmp_path: Path, ids: Tensor
+) -> None:
+    found = {}
+    for balance in (False, True):
+        model = adapted(trained=False, **TARGETS["both"])
+        base = {name: p.clone() for name, p in model.named_parameters() if "lora_" not in name}
+        before = biases(model)
+        run = trainer(tmp_path / str(balance), model, ids)
+        if balance:
+            run.add_callback(QuantileBalancingCallback())
+        run.train()
+        assert all(torch.equal(model.get_parameter(name), tensor) for name, tensor in base.items())
+        assert all(tensor.any() for name, tensor in adapter(model).items() if "lora_B" in name)
+        found[balance] = torch.equal(biases(model), before)
+    assert found == {False: True, True: False}
+
+
+@pytest.mark.parametrize("save_strategy", ["steps", "best"])
+def test_balanced_adapters_resume_and_reload_with_their_bias(tmp_path: Path, ids: Tensor, save_strategy: str) -> None:
+    """PEFT saves trained weights only: without its bias an adapter would run with the routing of the base."""
+
+    def run(folder: str, steps: int, seed: int = 0) -> Trainer:
+        arguments: dict[str, Any] = {"save_strategy": save_strategy, "save_steps": 3}
+        if save_strategy == "best":
+            arguments |= {"eval_strategy": "steps", "eval_steps": 3, "metric_for_best_model": "loss"}
+        model = adapted(seed=seed, trained=False, **TARGETS["both"])
+        made = trainer(tmp_path / folder, model, ids, max_steps=steps, per_device_train_batch_size=4, **arguments)
+        made.add_callback(QuantileBalancingCallback())
+        return made
+
+    straight = run("straight", 4)
+    straight.train()
+    run("parts", 3).train()
+    checkpoint = tmp_path / "parts" / "checkpoint-3"
+    check_checkpoint(checkpoint)
+    resumed = run("parts", 4, seed=5)
+    resumed.train(resume_from_checkpoint=str(checkpoint))
+    assert torch.equal(biases(resumed.model), biases(straight.model))
+    expected, actual = adapter(straight.model), adapter(resumed.model)
+    assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
+
+    straight.save_model(str(tmp_path / "saved"))
+    save_selection_bias(straight.model, tmp_path / "saved")
+    again = PeftModel.from_pretrained(tiny_model(**CONFUSABLE), tmp_path / "saved")
+    load_selection_bias(again, tmp_path / "saved")
+    with torch.no_grad():
+        assert_close(again.eval()(ids).logits, straight.model.eval()(ids).logits, ROUNDED)
+    merged = straight.model.merge_and_unload()
+    assert torch.equal(biases(merged), biases(again))
+
+    (checkpoint / "selection_bias.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"checkpoint-3 must hold selection_bias\.safetensors, got no such file"):
+        run("parts", 4).train(resume_from_checkpoint=str(checkpoint))
+
+
+def test_bias_of_another_model_is_refused(tmp_path: Path) -> None:
+    save_selection_bias(tiny_model(), tmp_path)
+    with pytest.raises(ValueError, match=r"must hold the biases .* got .*\(8,\)"):
+        load_selection_bias(tiny_model(num_experts=4), tmp_path)
+
+
+def test_adapters_on_experts_that_were_loaded_from_mxfp4(ids: Tensor) -> None:
+    """Packed experts are ordinary parameters once loaded: adapters train on them and merge into them."""
+    base = load_golden_model("text_mxfp4")
+    ids = random_ids(base.config)
+    model = get_peft_model(base, LoraConfig(r=2, lora_alpha=4, **lora_targets(base.config)))
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    found = []
+    for _ in range(3):
+        loss = model(input_ids=ids, labels=ids).loss
+        found.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert found[0] > found[1] > found[2]
+    with torch.no_grad():
+        expected = model(ids).logits
+        assert_close(model.merge_and_unload()(ids).logits, expected, ROUNDED)
+
+
+def test_adapters_on_4_bit_linear_maps(tmp_path: Path, ids: Tensor) -> None:
+    """QLoRA with bitsandbytes: linear maps are packed, experts stay as loaded; the forward is that of the unpacked."""
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    # Quantisation blocks of 64 weights want rows that they divide.
+    sizes = {"hidden_size": 64, "q_lora_rank": 32, "kv_lora_rank": 32, **CONFUSABLE}
+    tiny_model(**sizes).save_pretrained(tmp_path)
+    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    packed = KimiK3ForCausalLM.from_pretrained(tmp_path, quantization_config=quantization, dtype=torch.float32).eval()
+    unpacked = KimiK3ForCausalLM.from_pretrained(tmp_path).eval()
+    layers = [name for name, module in packed.named_modules() if isinstance(module, bitsandbytes.nn.Linear4bit)]
+    assert {name.rpartition(".")[2] for name in layers} == set(lora_targets(packed.config)["target_modules"])
+    with torch.no_grad():
+        for name in layers:
+            weight = packed.get_submodule(name).weight
+            unpacked.get_submodule(name).weight.copy_(
+                bitsandbytes.functional.dequantize_4bit(weight.data, weight.quant_state)
+            )
+        assert_close(packed(ids).logits, unpacked(ids).logits, ROUNDED)
+        greedy = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
+        assert torch.equal(packed.generate(ids, **greedy), unpacked.generate(ids, **greedy))
+
+    found = []
+    for base in (unpacked, prepare_model_for_kbit_training(packed, use_gradient_checkpointing=False)):
+        torch.manual_seed(0)
+        model = get_peft_model(base, LoraConfig(r=4, lora_alpha=8, **lora_targets(base.config)))
+        assert biases(model).dtype == torch.float32
+        model(input_ids=ids, labels=ids).loss.backward()
+        found.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert len(found[0]) == 2 * (len(layers) + 2 * 4)  # A and B; two parameters of four sparse layers
+    assert_gradients_close(found[1], found[0])
