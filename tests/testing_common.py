@@ -7,7 +7,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -175,6 +176,51 @@ def assert_gradients_close(
         scale = max(grad.abs().max().item(), floor * largest / rel)
         error = max_error(actual[name], grad)
         assert error <= rel * scale, f"gradient of {name}: error {error:.3e} > {rel:g} * {scale:.3e}"
+
+
+def depth_mix(
+    sources: Iterable[Tensor],
+    query: Tensor,
+    eps: float,
+    key_weight: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 0.0,
+) -> Tensor:
+    """Depth mixing as it is defined: stack, score, softmax, average (golden README, "Depth mixing"), then a norm."""
+    stack = torch.stack(list(sources))  # [S, ..., D]
+    normed = stack / (stack.square().mean(-1, keepdim=True) + eps).sqrt()
+    weights = torch.softmax(normed @ (query if key_weight is None else query * key_weight), dim=0)
+    mixed = (weights[..., None] * stack).sum(0)
+    if norm_weight is None:
+        return mixed
+    return mixed / (mixed.square().mean(-1, keepdim=True) + norm_eps).sqrt() * norm_weight
+
+
+class SavedBytes:
+    """Bytes of different storages that autograd keeps for backward: saved inside the context, alive when asked."""
+
+    def __init__(self, known: list[Tensor]) -> None:
+        self.known = {tensor.untyped_storage().data_ptr() for tensor in known}
+        # Weak, because what a discarded branch of the graph saved is freed, and its address may serve again.
+        self.saved: list[weakref.ref[Tensor]] = []
+
+    def __enter__(self) -> SavedBytes:
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        self._hooks.__exit__(*args)
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        self.saved.append(weakref.ref(tensor))
+        return tensor
+
+    @property
+    def total(self) -> int:
+        storages = [tensor.untyped_storage() for ref in self.saved if (tensor := ref()) is not None]
+        sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
+        return sum(size for pointer, size in sizes.items() if pointer not in self.known)
 
 
 @dataclass(frozen=True)

@@ -34,9 +34,9 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from deltalatent.configuration.configuration_kimi_k3 import KimiK3TextConfig
-from deltalatent.kernels.attn_res import attention_residual_mix
 from deltalatent.kernels.latent_attention import document_groups
 from deltalatent.kernels.sequence_layout import SequenceLayout, sequence_layout
+from deltalatent.modeling.attention_residuals import KimiK3MixedRMSNorm, KimiK3PseudoQuery
 from deltalatent.modeling.checkpoint_errors import check_conversion, shortened, unreadable_files
 from deltalatent.modeling.delta_attention import KimiK3DeltaAttention, KimiK3ShortConvolution
 from deltalatent.modeling.latent_attention import CausalView, KimiK3LatentAttention
@@ -59,23 +59,11 @@ GROUPED_MM_MULTIPLE = 8
 """Grouped matrix products want rows of a multiple of 16 bytes: 8 half-precision values."""
 
 
-class KimiK3PseudoQuery(nn.Module):
-    """Learned query [1, D] of a depth mix, zero at first.
-
-    Not an `nn.Linear`: the mix reads the weight and nothing calls the module, so nothing that wraps linear layers
-    (quantisers, adapters) must find it.
-    """
-
-    def __init__(self, hidden_size: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(1, hidden_size))
-
-
 class KimiK3DecoderLayer(GradientCheckpointingLayer):
     """Token mixer (KDA or latent attention), then channel mixer (dense or mixture of experts).
 
     With attention residuals, what a mixer reads is not the running sum but a mix of the closed blocks and the running
-    sum (`attention_residual_mix`), with a learned query per mixer. The first layer of a block closes the sum that it
+    sum (`KimiK3MixedRMSNorm`), with a learned query per mixer. The first layer of a block closes the sum that it
     receives: its token mixer still reads it as the running sum, afterwards it is one of the closed blocks.
     """
 
@@ -91,8 +79,8 @@ class KimiK3DecoderLayer(GradientCheckpointingLayer):
         self.self_attn = attention(config, layer_idx)
         is_sparse = config.mlp_layer_types[layer_idx] == "sparse"
         self.mlp = KimiK3SparseMoE(config) if is_sparse else KimiK3MLP(config, config.intermediate_size)
-        self.input_layernorm = KimiK3RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = KimiK3RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = KimiK3MixedRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = KimiK3MixedRMSNorm(config.hidden_size, config.rms_norm_eps)
         if self.has_attention_residuals:
             self.self_attention_res_norm = KimiK3RMSNorm(config.hidden_size, config.rms_norm_eps)
             self.self_attention_res_proj = KimiK3PseudoQuery(config.hidden_size)
@@ -122,12 +110,10 @@ class KimiK3DecoderLayer(GradientCheckpointingLayer):
         Returns:
             The new running sum [B, T, D], and routing statistics or `None`.
         """
-        mixed = hidden_states
-        if self.has_attention_residuals:
-            # Of the running sum alone in layer 0: the same vector, but its query gets a (zero) gradient, which
-            # `DistributedDataParallel` waits for.
-            mixed = self._mix_for_attention(*closed_blocks, hidden_states)
-        mixed = self.input_layernorm(mixed)
+        # In layer 0 the running sum is alone: the mix is the same vector, but its query gets a (zero) gradient, which
+        # `DistributedDataParallel` waits for.
+        mix = self._mix_for_attention if self.has_attention_residuals else self.input_layernorm
+        mixed = mix(*closed_blocks, hidden_states)
         if self.layer_type == "linear_attention":
             update = self.self_attn(mixed, cache=cache, layout=layout)
         else:
@@ -137,10 +123,8 @@ class KimiK3DecoderLayer(GradientCheckpointingLayer):
         else:
             hidden_states = hidden_states + update
 
-        mixed = hidden_states
-        if self.has_attention_residuals:
-            mixed = self._mix_for_mlp(*closed_blocks, hidden_states)
-        mixed = self.post_attention_layernorm(mixed)
+        mix = self._mix_for_mlp if self.has_attention_residuals else self.post_attention_layernorm
+        mixed = mix(*closed_blocks, hidden_states)
         routing = None
         if isinstance(self.mlp, KimiK3SparseMoE):
             update, routing = self.mlp(mixed)
@@ -150,19 +134,19 @@ class KimiK3DecoderLayer(GradientCheckpointingLayer):
 
     # Depth mixing uses weights of child modules without calling them: offloading hooks must bring these first.
     @force_accelerate_hooks(["self_attention_res_norm", "self_attention_res_proj"])
-    def _mix_for_attention(self, *sources: Tensor) -> Tensor:
-        return _mix(self.self_attention_res_norm, self.self_attention_res_proj, *sources)
+    def _mix_for_attention(self, *streams: Tensor) -> Tensor:
+        key_norm, query = self.self_attention_res_norm, self.self_attention_res_proj
+        return self.input_layernorm(*streams, key_norm=key_norm, query=query, impl=_mix_impl(self.config))
 
     @force_accelerate_hooks(["mlp_res_norm", "mlp_res_proj"])
-    def _mix_for_mlp(self, *sources: Tensor) -> Tensor:
-        return _mix(self.mlp_res_norm, self.mlp_res_proj, *sources)
+    def _mix_for_mlp(self, *streams: Tensor) -> Tensor:
+        key_norm, query = self.mlp_res_norm, self.mlp_res_proj
+        return self.post_attention_layernorm(*streams, key_norm=key_norm, query=query, impl=_mix_impl(self.config))
 
 
-def _mix(norm: KimiK3RMSNorm, proj: KimiK3PseudoQuery, *sources: Tensor) -> Tensor:
-    """Depth mixing with the query that a norm's weight [D] and a projection's weight [1, D] make together."""
-    dtype = torch.promote_types(proj.weight.dtype, torch.float32)
-    query = norm.weight.to(dtype) * proj.weight[0].to(dtype)
-    return attention_residual_mix(sources, query, norm.variance_epsilon)
+def _mix_impl(config: KimiK3TextConfig) -> str:
+    """A model that is to run without Triton mixes without it, too; nobody else implements the mix."""
+    return "torch" if config.kda_implementation == "torch" else "auto"
 
 
 class KimiK3PreTrainedModel(ShardedLoading, PreTrainedModel):
@@ -332,7 +316,7 @@ class KimiK3TextModel(KimiK3PreTrainedModel):
         if self.has_attention_residuals:
             self.output_attn_res_norm = KimiK3RMSNorm(config.hidden_size, config.rms_norm_eps)
             self.output_attn_res_proj = KimiK3PseudoQuery(config.hidden_size)
-        self.norm = KimiK3RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = KimiK3MixedRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -416,13 +400,13 @@ class KimiK3TextModel(KimiK3PreTrainedModel):
                     routing.scores, routing.cutoff, router.e_score_correction_bias, counted, routing.top_k_index
                 )
 
-        if self.has_attention_residuals:
-            hidden_states = self._mix_for_output(*closed_blocks, hidden_states)
-        return MoeModelOutputWithPast(last_hidden_state=self.norm(hidden_states), cache=cache)
+        mix = self._mix_for_output if self.has_attention_residuals else self.norm
+        return MoeModelOutputWithPast(last_hidden_state=mix(*closed_blocks, hidden_states), cache=cache)
 
     @force_accelerate_hooks(["output_attn_res_norm", "output_attn_res_proj"])
-    def _mix_for_output(self, *sources: Tensor) -> Tensor:
-        return _mix(self.output_attn_res_norm, self.output_attn_res_proj, *sources)
+    def _mix_for_output(self, *streams: Tensor) -> Tensor:
+        key_norm, query = self.output_attn_res_norm, self.output_attn_res_proj
+        return self.norm(*streams, key_norm=key_norm, query=query, impl=_mix_impl(self.config))
 
     def _check_token_ids(self, input_ids: Tensor) -> None:
         if input_ids.ndim != 2:

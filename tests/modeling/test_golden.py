@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
+from deltalatent.kernels.attn_res import attention_residual_mix
 from deltalatent.modeling.latent_moe import KimiK3TopKRouter
 from deltalatent.modeling.modeling_kimi_k3 import KimiK3DecoderLayer
 from tests.testing_common import (
@@ -62,7 +63,14 @@ class Recorder:
             router = getattr(layer.mlp, "gate", None)
             if isinstance(router, KimiK3TopKRouter):
                 router.register_forward_hook(lambda module, args, output, i=i: self._routed(i, output))
-        model.model.norm.register_forward_pre_hook(lambda module, args: self.pre_norm_hidden.append(args[0]))
+        model.model.norm.register_forward_pre_hook(self._before_norm, with_kwargs=True)
+
+    def _before_norm(self, norm: nn.Module, streams: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
+        """The last mix, which the model makes and normalises in one operation."""
+        eps, key_weight = kwargs["key_norm"].variance_epsilon, kwargs["key_norm"].weight
+        self.pre_norm_hidden.append(
+            attention_residual_mix(streams, kwargs["query"].weight[0], eps, key_weight=key_weight)
+        )
 
     def _routed(self, layer: int, output: Any) -> None:
         ids, order = output.top_k_index.sort(dim=-1)

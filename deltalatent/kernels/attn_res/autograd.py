@@ -1,0 +1,189 @@
+# Copyright 2026 The deltalatent authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Depth mixing with its gradients: one function for both implementations, and operators for `torch.compile`.
+
+Saved for backward: the sources [..., D], which the residual network keeps alive anyway, the weights [D], and one
+float32 score per token and source. Mix and norm are made again.
+
+Eager calls go through an `autograd.Function`, which costs the host a fraction of what a custom operator with autograd
+does. Under `torch.compile` the Triton launches are the opaque operators
+
+| operator | results |
+| --- | --- |
+| `deltalatent::attn_res(sources, query, key_weight, norm_weight, eps, norm_eps)` | output, scores |
+| `deltalatent::attn_res_backward(..., scores, doutput, eps, norm_eps)` | dsources + dquery (+ dkey, dnorm) |
+
+and the PyTorch form is traced.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from deltalatent.kernels.attn_res.reference import (
+    attention_residual_mix_backward_reference,
+    attention_residual_mix_reference,
+)
+from deltalatent.kernels.autocast import float32_autocast_disabled
+
+
+def _triton_forward(
+    sources: list[Tensor],
+    query: Tensor,
+    key_weight: Tensor | None,
+    norm_weight: Tensor | None,
+    eps: float,
+    norm_eps: float,
+    save: bool,
+) -> list[Tensor]:
+    from deltalatent.kernels.attn_res.triton_kernels import attn_res_forward
+
+    sources, weights = _contiguous(sources), _contiguous([query, key_weight, norm_weight])
+    return attn_res_forward(sources, *weights, eps, norm_eps, save)
+
+
+def _triton_backward(
+    sources: list[Tensor],
+    query: Tensor,
+    key_weight: Tensor | None,
+    norm_weight: Tensor | None,
+    scores: Tensor,
+    doutput: Tensor,
+    eps: float,
+    norm_eps: float,
+) -> list[Tensor]:
+    from deltalatent.kernels.attn_res.triton_kernels import attn_res_backward
+
+    sources, weights = _contiguous(sources), _contiguous([query, key_weight, norm_weight])
+    return attn_res_backward(sources, *weights, scores, doutput.contiguous(), eps, norm_eps)
+
+
+def _contiguous(tensors: list) -> list:
+    return [None if tensor is None else tensor.contiguous() for tensor in tensors]
+
+
+def _torch_forward(
+    sources: list[Tensor],
+    query: Tensor,
+    key_weight: Tensor | None,
+    norm_weight: Tensor | None,
+    eps: float,
+    norm_eps: float,
+    save: bool,
+) -> list[Tensor]:
+    with float32_autocast_disabled(query.device):
+        output, scores = attention_residual_mix_reference(sources, query, key_weight, norm_weight, eps, norm_eps)
+    return [output, scores] if save else [output]
+
+
+def _torch_backward(
+    sources: list[Tensor],
+    query: Tensor,
+    key_weight: Tensor | None,
+    norm_weight: Tensor | None,
+    scores: Tensor,
+    doutput: Tensor,
+    eps: float,
+    norm_eps: float,
+) -> list[Tensor]:
+    with float32_autocast_disabled(query.device):
+        return attention_residual_mix_backward_reference(
+            sources, query, key_weight, norm_weight, scores, doutput, eps, norm_eps
+        )
+
+
+FORWARD = {"triton": _triton_forward, "torch": _torch_forward}
+BACKWARD = {"triton": _triton_backward, "torch": _torch_backward}
+
+
+class AttentionResidualFunction(torch.autograd.Function):
+    """Saved: sources [..., D], query and the other weights [D], scores [S + 1, ...]."""
+
+    @staticmethod
+    def forward(ctx, impl, eps, norm_eps, query, key_weight, norm_weight, *sources):
+        output, scores = FORWARD[impl](list(sources), query, key_weight, norm_weight, eps, norm_eps, True)
+        ctx.impl, ctx.eps, ctx.norm_eps = impl, eps, norm_eps
+        ctx.save_for_backward(query, key_weight, norm_weight, scores, *sources)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, doutput):
+        query, key_weight, norm_weight, scores, *sources = ctx.saved_tensors
+        grads = BACKWARD[ctx.impl](sources, query, key_weight, norm_weight, scores, doutput, ctx.eps, ctx.norm_eps)
+        return None, None, None, *_in_order(grads, len(sources), key_weight, norm_weight)
+
+
+def _in_order(grads: list[Tensor], count: int, key_weight: Tensor | None, norm_weight: Tensor | None) -> list:
+    """Gradients of query, key_weight, norm_weight (None for an absent one) and of the sources."""
+    weights = iter(grads[count:])
+    present = (True, key_weight is not None, norm_weight is not None)
+    return [next(weights) if is_present else None for is_present in present] + grads[:count]
+
+
+@torch.library.custom_op("deltalatent::attn_res", mutates_args=())
+def attn_res_op(
+    sources: list[Tensor],
+    query: Tensor,
+    key_weight: Tensor | None,
+    norm_weight: Tensor | None,
+    eps: float,
+    norm_eps: float,
+) -> list[Tensor]:
+    return _triton_forward(sources, query, key_weight, norm_weight, eps, norm_eps, True)
+
+
+attn_res_backward_op = torch.library.custom_op("deltalatent::attn_res_backward", _triton_backward, mutates_args=())
+
+
+@attn_res_op.register_fake
+def _(sources, query, key_weight, norm_weight, eps, norm_eps):
+    rows = sources[0].numel() // query.shape[0]
+    return [_fresh(sources[0]), sources[0].new_empty(len(sources) + 1, rows, dtype=torch.float32)]
+
+
+@attn_res_backward_op.register_fake
+def _(sources, query, key_weight, norm_weight, scores, doutput, eps, norm_eps):
+    weights = [weight for weight in (query, key_weight, norm_weight) if weight is not None]
+    return [_fresh(tensor) for tensor in (*sources, *weights)]
+
+
+def _fresh(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+
+def _op_setup_context(ctx, inputs, output):
+    sources, query, key_weight, norm_weight, ctx.eps, ctx.norm_eps = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(query, key_weight, norm_weight, output[1], *sources)
+
+
+def _op_backward(ctx, grads):
+    query, key_weight, norm_weight, scores, *sources = ctx.saved_tensors
+    results = attn_res_backward_op(sources, query, key_weight, norm_weight, scores, grads[0], ctx.eps, ctx.norm_eps)
+    weights = _in_order(results, len(sources), key_weight, norm_weight)[:3]
+    return results[: len(sources)], *weights, None, None
+
+
+attn_res_op.register_autograd(_op_backward, setup_context=_op_setup_context)
+
+
+def attn_res(
+    impl: str,
+    sources: list[Tensor],
+    query: Tensor,
+    key_weight: Tensor | None,
+    norm_weight: Tensor | None,
+    eps: float,
+    norm_eps: float,
+) -> Tensor:
+    """The mix [..., D] by the named implementation; differentiable in all tensors, once."""
+    if impl == "triton" and torch.compiler.is_compiling():
+        return attn_res_op(sources, query, key_weight, norm_weight, eps, norm_eps)[0]
+    tensors = (query, key_weight, norm_weight, *sources)
+    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
+        return AttentionResidualFunction.apply(impl, eps, norm_eps, query, key_weight, norm_weight, *sources)
+    # `torch.compile` cannot trace the function above where nothing needs a gradient.
+    return FORWARD[impl](sources, query, key_weight, norm_weight, eps, norm_eps, False)[0]
