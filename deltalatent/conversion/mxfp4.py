@@ -10,6 +10,7 @@ on any device.
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,13 +23,55 @@ E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Magnitudes of the codes 0 to 7; the fourth bit of a code is the sign."""
 
 SCALE_BIAS = 127
-"""A scale byte b means 2^(b - 127); 255 means NaN."""
+"""A scale byte b means 2^(b - 127), except 255."""
+
+NAN_SCALE = 255
+"""A scale byte that means NaN."""
 
 ZERO_GROUP_SCALE = SCALE_BIAS
 """What `quantize_mxfp4` writes for a group of zeros, whose scale could be any: 2^0."""
 
 LARGEST_SCALE = 252
 """Of what `quantize_mxfp4` writes: with a larger one, the codes for 4 or 6 are beyond the range of float32."""
+
+QUANTIZATION_CONFIG: dict[str, Any] = {
+    "quant_method": "compressed-tensors",
+    "format": "mxfp4-pack-quantized",
+    "quantization_status": "compressed",
+    "kv_cache_scheme": None,
+    "global_compression_ratio": None,
+    "ignore": [
+        "re:.*self_attn.*",
+        "re:.*shared_experts.*",
+        r"re:.*mlp\.(gate|up|gate_up|down)_proj.*",
+        "re:.*lm_head.*",
+        "re:.*vision_tower.*",
+        "re:.*mm_projector.*",
+    ],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "input_activations": None,
+            "output_activations": None,
+            "format": "mxfp4-pack-quantized",
+            "weights": {
+                "num_bits": 4,
+                "type": "float",
+                "strategy": "group",
+                "group_size": GROUP_SIZE,
+                "symmetric": True,
+                "dynamic": False,
+                "actorder": None,
+                "block_structure": None,
+                "observer": "minmax",
+                "observer_kwargs": {},
+                "scale_dtype": "torch.uint8",
+                "zp_dtype": "torch.uint8",
+            },
+        }
+    },
+}
+"""What a released `config.json` says of such files. Plain tensors that no pattern of `ignore` names exist, too."""
 
 # A magnitude beyond the middle of two codes gets the larger one. In the middle, the one with an even mantissa bit.
 _UP_BEYOND, _UP_FROM = (0.25, 1.25, 2.5, 5.0), (0.75, 1.75, 3.5)
@@ -65,8 +108,10 @@ def dequantize_mxfp4(weight_packed: Tensor, weight_scale: Tensor, dtype: torch.d
             "in another format."
         )
     largest_scale = int(weight_scale.max()) if weight_scale.numel() else 0
-    if largest_scale == 255:
-        raise ValueError("`weight_scale` must be below 255, which means NaN, got 255: the file is damaged.")
+    if largest_scale == NAN_SCALE:
+        raise ValueError(
+            f"`weight_scale` must be below {NAN_SCALE}, which means NaN, got {NAN_SCALE}: the file is damaged."
+        )
 
     # bfloat16 has the range of float32, where a product of a code and a power of two is exact.
     inner = torch.float64 if dtype == torch.float64 else torch.float32

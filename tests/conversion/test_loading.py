@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, KimiLinearConfig, KimiLinearForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, KimiLinearForCausalLM, PreTrainedModel
 from transformers.testing_utils import CaptureLogger
 
 from deltalatent import KimiK3ForCausalLM, KimiK3TextConfig, KimiK3TextModel
@@ -27,7 +27,6 @@ from tests.testing_common import (
     linear_attn_config,
     load_golden_model,
     random_ids,
-    randomize_,
     tiny_model,
 )
 
@@ -182,37 +181,6 @@ def test_disk_offload_gives_the_same_numbers(variant: str, tmp_path: Path) -> No
 
 
 # ---- the predecessor ------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def predecessor(tmp_path_factory: pytest.TempPathFactory) -> tuple[KimiLinearForCausalLM, Path]:
-    """A tiny random model of Transformers' own class, and its folder in the released layout."""
-    config = KimiLinearConfig(
-        vocab_size=97,
-        hidden_size=32,
-        intermediate_size=48,
-        moe_intermediate_size=16,
-        num_hidden_layers=5,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        kv_lora_rank=24,
-        qk_nope_head_dim=16,
-        qk_rope_head_dim=8,
-        v_head_dim=12,
-        num_local_experts=8,
-        num_experts_per_tok=3,
-        n_shared_experts=2,
-        linear_num_heads=3,
-        linear_head_dim=8,
-        layer_types=["linear_attention"] * 3 + ["full_attention", "linear_attention"],
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    model = randomize_(KimiLinearForCausalLM(config)).eval()
-    folder = tmp_path_factory.mktemp("predecessor")
-    model.save_pretrained(folder)
-    return model, folder
 
 
 def test_auto_class_gives_the_predecessor_for_its_folder(predecessor: tuple[KimiLinearForCausalLM, Path]) -> None:
