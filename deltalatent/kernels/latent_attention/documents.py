@@ -78,6 +78,12 @@ def document_groups(layout: SequenceLayout) -> DocumentGroups:
     offsets = layout.cu_seqlens.tolist()
     starts, lengths = offsets[:-1], [end - start for start, end in itertools.pairwise(offsets)]
     order = sorted((n for n in range(len(lengths)) if lengths[n] > 0), key=lambda n: -lengths[n])
+    device = layout.cu_seqlens.device
+    if not order:
+        # Nothing but padding, as a rank may get that has run out of data: one place that nothing is read from, so that
+        # the layer's parameters take part in backward like those of the other ranks.
+        nothing = torch.zeros(0, dtype=torch.int64, device=device)
+        return DocumentGroups(((1, 1),), nothing.new_zeros(1), nothing, nothing, layout.shape)
     groups: list[list[int]] = []
     for n in order:
         longest = lengths[groups[-1][0]] if groups else 0
@@ -88,7 +94,6 @@ def document_groups(layout: SequenceLayout) -> DocumentGroups:
     if layout.indices is None and len(shapes) == 1 and math.prod(shapes[0]) == math.prod(layout.shape):
         return DocumentGroups(shapes, None, None, None, layout.shape)  # one length throughout: the batch as it is
 
-    device = layout.cu_seqlens.device
     rooms = [length for count, length in shapes for _ in range(count)]
     table = torch.tensor([[starts[n] for n in order], [lengths[n] for n in order], rooms])
     first, length, room = table.to(device, non_blocking=True)  # per document, in the order of the groups
