@@ -95,6 +95,12 @@ class KimiK3DeltaAttention(KeepFloat32):
             cache: Continued if it has a state for this layer, and updated. Not with packed documents.
             layout: Where the sequences are, if rows are padded or packed; padding gives zeros.
         """
+        if self.A_log.dtype.itemsize < torch.float32.itemsize:
+            raise TypeError(
+                f"`A_log` must be float32, got {self.A_log.dtype}: for FSDP2 with mixed precision call "
+                "`deltalatent.training.keep_float32(accelerator, model)` before `accelerator.prepare`; assign no "
+                "state dict in half precision."
+            )
         if layout is not None:
             hidden_states = layout.gather(hidden_states)  # [1, L, D]
         cu_seqlens = None if layout is None else layout.cu_seqlens

@@ -56,7 +56,7 @@ def shard_float32_modules(
         "offload_policy": offload_policy or OffloadPolicy(),
         "reshard_after_forward": reshard_after_forward,
     }
-    as_stored = dataclasses.replace(mp_policy, param_dtype=None, output_dtype=None)
+    as_stored = dataclasses.replace(mp_policy, param_dtype=None, output_dtype=None, reduce_dtype=torch.float32)
     modules = list(_float32_modules(model))
     for _, module in modules:
         linears = [
