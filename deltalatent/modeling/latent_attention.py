@@ -248,12 +248,15 @@ class KimiK3LatentAttention(nn.Module):
             size = max(length, SMALLEST_BLOCK)
             for start in [*range(0, past, size), past]:
                 part = slice(start, min(start + size, past) if start < past else end)
-                key, value = self._keys_and_values(latent[:, part], shared_key[:, part])
                 mask = None if keys is None else keys[:, None, None, part]
                 is_own = start == past
                 if mask is not None and is_own:
                     mask = mask & torch.ones(length, length, dtype=torch.bool, device=mask.device).tril()
-                yield KeyBlock(key.transpose(1, 2), value.transpose(1, 2), mask, is_own and mask is None)
+                yield KeyBlock(
+                    *(x.transpose(1, 2) for x in self._keys_and_values(latent[:, part], shared_key[:, part])),
+                    mask=mask,
+                    is_causal=is_own and mask is None,
+                )
 
         return blockwise_attention(query, blocks(), scale=self.scaling).transpose(1, 2)
 

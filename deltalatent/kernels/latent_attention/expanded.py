@@ -112,6 +112,7 @@ def blockwise_attention(query: Tensor, blocks: Iterable[KeyBlock], *, scale: flo
     joined = top = None
     for block in blocks:
         output, lse = _partial(query, block, scale)  # lse [B, H, T]
+        del block  # before the next one is made
         output = output.to(lse.dtype)
         if joined is None or top is None:
             joined, top = output, lse

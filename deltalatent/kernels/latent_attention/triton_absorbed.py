@@ -229,6 +229,9 @@ def launch(
     batch_size, length, num_heads, rank = query.shape
     tokens, shared_width = shared_key.shape[1:]
     vectors = length * num_heads
+    o = torch.empty_like(query, memory_format=torch.contiguous_format)
+    if o.numel() == 0:
+        return o
     block_r, block_q = (max(16, triton.next_power_of_2(width)) for width in (rank, shared_width))
     shared_memory, processors = device_limits(query.device)
     shape = shape or launch_shape(vectors, block_r + block_q, query.element_size(), shared_memory)
@@ -238,9 +241,6 @@ def launch(
     query, shared_query, latent, shared_key = (
         x if x.stride(-1) == 1 else x.contiguous() for x in (query, shared_query, latent, shared_key)
     )
-    o = torch.empty_like(query, memory_format=torch.contiguous_format)
-    if o.numel() == 0:
-        return o
     partial = o
     if splits > 1:
         partial = torch.empty(batch_size, vectors, splits, rank, dtype=torch.float32, device=o.device)

@@ -1,0 +1,301 @@
+# Copyright 2026 The deltalatent authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Latent attention in plain PyTorch: the absorbed form, documents in groups, keys block by block."""
+
+import math
+import weakref
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.attention import SDPBackend
+from torch.nn.functional import scaled_dot_product_attention
+
+from deltalatent.kernels.latent_attention import (
+    KeyBlock,
+    blockwise_attention,
+    causal_attention,
+    document_groups,
+    expanded,
+    latent_attention,
+    latent_attention_reference,
+    reference,
+)
+from deltalatent.kernels.sequence_layout import sequence_layout
+
+EXACT = {"rtol": 0, "atol": 1e-12}
+
+
+def normal(*shape, dtype=torch.float64):
+    return torch.randn(shape, dtype=dtype)
+
+
+def latent_case(B=2, T=3, H=2, S=11, R=6, Q=4):
+    return normal(B, T, H, R), normal(B, T, H, Q), normal(B, S, R), normal(B, S, Q)
+
+
+def by_definition(query, shared_query, latent, shared_key, scale, mask=None, end=None):
+    """Row by row and token by token, from the tokens that may be seen only."""
+    output = torch.zeros_like(query)
+    B, T = query.shape[:2]
+    S = latent.shape[1]
+    for b in range(B):
+        stop = S if end is None else int(end.expand(B)[b])
+        for t in range(T):
+            visible = [s for s in range(stop - T + t + 1) if mask is None or mask.expand(B, T, S)[b, t, s]]
+            if visible:
+                keys = torch.cat([latent[b, visible], shared_key[b, visible]], -1)
+                scores = torch.cat([query[b, t], shared_query[b, t]], -1) @ keys.T * scale
+                output[b, t] = scores.softmax(-1) @ latent[b, visible]
+    return output
+
+
+MASKS = {"none": None, "keys": (2, 1, 11), "queries": (1, 3, 11), "all": (2, 3, 11)}
+ENDS = {"full": None, "one": [9], "per_row": [3, 8], "scalar": 7}
+
+
+@pytest.mark.parametrize("block", [16, 1 << 24], ids=["blocks", "one_block"])
+@pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_reference_is_the_definition_with_its_gradients(mask, end, block, monkeypatch):
+    monkeypatch.setattr(reference, "SCORES_PER_BLOCK", block)  # blocks of 16 tokens at least
+    tensors = latent_case(S=11 if block > 16 else 37)
+    if mask is not None:
+        mask = torch.rand(*mask[:2], tensors[2].shape[1]) < 0.6
+    end = None if end is None else torch.tensor(end)
+    leaves = [x.requires_grad_() for x in tensors]
+    expected = by_definition(*tensors, 0.4, mask, end)
+    actual = latent_attention(*tensors, scale=0.4, mask=mask, end=end)
+    torch.testing.assert_close(actual, expected, **EXACT)
+    weights = torch.randn_like(expected)
+    for a, e in zip(
+        torch.autograd.grad(actual, leaves, weights), torch.autograd.grad(expected, leaves, weights), strict=True
+    ):
+        torch.testing.assert_close(a, e, **EXACT)
+
+
+def test_what_is_not_seen_may_be_anything():
+    """The rest of a preallocated cache is uninitialised memory: 0 * NaN is NaN."""
+    query, shared_query, latent, shared_key = latent_case()
+    end = torch.tensor([5, 8])
+    expected = latent_attention(query, shared_query, latent, shared_key, scale=1.0, end=end)
+    for b in range(2):
+        latent[b, end[b] :] = shared_key[b, end[b] :] = torch.nan
+    assert torch.equal(latent_attention(query, shared_query, latent, shared_key, scale=1.0, end=end), expected)
+
+
+def test_half_precision_is_computed_in_float32():
+    tensors = [x.bfloat16() for x in latent_case()]
+    actual = latent_attention(*tensors, scale=0.4)
+    assert actual.dtype == torch.bfloat16
+    expected = latent_attention_reference(*(x.float() for x in tensors), scale=0.4)
+    assert torch.equal(actual, expected.bfloat16())
+
+
+def test_messages():
+    query, shared_query, latent, shared_key = latent_case()
+    options = {"scale": 1.0}
+    with pytest.raises(ValueError, match=r"`query`, `shared_query` and `latent` must have shapes .* one latent per"):
+        latent_attention(query, shared_query, latent[:, None], shared_key, **options)
+    with pytest.raises(ValueError, match=r"`shared_key` must have shape \[2, 11, 4\]"):
+        latent_attention(query, shared_query, latent, shared_key[:, 1:], **options)
+    with pytest.raises(TypeError, match=r"`query` must have the floating dtype of `latent`"):
+        latent_attention(query.float(), shared_query, latent, shared_key, **options)
+    with pytest.raises(TypeError, match=r"`mask` must be bool"):
+        latent_attention(query, shared_query, latent, shared_key, mask=torch.ones(2, 1, 11), **options)
+    with pytest.raises(ValueError, match=r"`mask` must have shape \[B or 1, T or 1, S\]"):
+        latent_attention(query, shared_query, latent, shared_key, mask=torch.ones(2, 2, 11).bool(), **options)
+    with pytest.raises(TypeError, match=r"`end` must be int32 or int64"):
+        latent_attention(query, shared_query, latent, shared_key, end=torch.ones(2), **options)
+    with pytest.raises(ValueError, match=r"`end` must have shape \[B\] = \[2\]"):
+        latent_attention(query, shared_query, latent, shared_key, end=torch.ones(3).int(), **options)
+    with pytest.raises(TypeError, match=r"impl='triton' cannot run: the Triton kernels take float32"):
+        latent_attention(query, shared_query, latent, shared_key, impl="triton", **options)
+
+
+# ---- expanded keys and values ---------------------------------------------------------------------------------------
+
+
+def causal_by_definition(query, key, value, scale):
+    scores = query @ key.transpose(2, 3) * scale
+    hidden = torch.ones(scores.shape[2:]).triu(1 + scores.shape[3] - scores.shape[2]).bool()
+    return scores.masked_fill(hidden, -torch.inf).softmax(-1) @ value
+
+
+@pytest.mark.parametrize("value_width", [6, 4, 8], ids="V{}".format)
+def test_causal_attention(value_width):
+    query, key, value = normal(2, 3, 9, 6), normal(2, 3, 9, 6), normal(2, 3, 9, value_width)
+    leaves = [x.requires_grad_() for x in (query, key, value)]
+    actual, expected = causal_attention(*leaves, scale=0.3), causal_by_definition(*leaves, 0.3)
+    torch.testing.assert_close(actual, expected, **EXACT)
+    weights = torch.randn_like(expected)
+    for a, e in zip(
+        torch.autograd.grad(actual, leaves, weights), torch.autograd.grad(expected, leaves, weights), strict=True
+    ):
+        torch.testing.assert_close(a, e, **EXACT)
+
+
+def test_narrow_values_do_not_take_the_quadratic_kernel_on_a_cpu(monkeypatch):
+    query, value = normal(1, 1, 8, 6), normal(1, 1, 8, 4)
+    assert expanded._kernel(query, query, value) == SDPBackend.MATH.value  # why values are padded
+    taken = []
+
+    def spy(query, key, value, **options):
+        taken.append(expanded._kernel(query, key, value))
+        return scaled_dot_product_attention(query, key, value, **options)
+
+    monkeypatch.setattr(expanded, "scaled_dot_product_attention", spy)
+    causal_attention(query, query, value, scale=1.0)
+    assert taken == [SDPBackend.FLASH_ATTENTION.value]
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1]], ids=str)
+@pytest.mark.parametrize("masked", [False, True], ids=["causal", "masked"])
+def test_blocks_of_keys_are_all_keys(masked, order, monkeypatch):
+    monkeypatch.setattr(expanded, "SCORES_PER_BLOCK", 64)  # a few query tokens at a time
+    query, key, value = normal(2, 2, 5, 6), normal(2, 2, 16, 6), normal(2, 2, 16, 4)
+    visible = torch.ones(5, 16).tril(11).bool().expand(2, 1, 5, 16)
+    if masked:
+        visible = visible & (torch.rand(2, 1, 1, 16) < 0.5)
+        visible[0, :, 2] = False
+    expected = scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=0.4).nan_to_num(0.0)
+    parts = [slice(0, 4), slice(4, 11), slice(11, 16)]
+    blocks = [
+        KeyBlock(key[:, :, part], value[:, :, part], visible[..., part])
+        if masked
+        else KeyBlock(key[:, :, part], value[:, :, part], is_causal=part.start == 11)
+        for part in parts
+    ]
+    actual = blockwise_attention(query, [blocks[i] for i in order], scale=0.4)
+    torch.testing.assert_close(actual, expected, **EXACT)
+
+
+def test_one_block_exists_at_a_time():
+    query = normal(1, 1, 3, 4)
+    alive: list[weakref.ref] = []
+
+    def blocks():
+        for _ in range(4):
+            assert not any(key() is not None for key in alive)
+            key = normal(1, 1, 5, 4)
+            alive.append(weakref.ref(key))
+            yield KeyBlock(key, key)
+            del key
+
+    assert blockwise_attention(query, blocks(), scale=1.0).shape == query.shape
+    assert len(alive) == 4
+    with pytest.raises(ValueError, match="`blocks` must hold at least one block"):
+        blockwise_attention(query, [], scale=1.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("widths", [(192, 128), (96, 64), (128, 128)], ids=str)
+def test_gpu_kernels_against_float64(widths):
+    """Packed lengths, blocks behind a cache, and gradients, in bfloat16: as exact as one plain evaluation is."""
+    E, V = widths
+    query, key = (torch.randn(2, 4, 300, E, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    value = torch.randn(2, 4, 300, V, device="cuda", dtype=torch.bfloat16)
+    leaves = [x.requires_grad_() for x in (query, key, value)]
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    actual, expected = causal_attention(*leaves, scale=E**-0.5), causal_by_definition_on(exact, E**-0.5)
+    weights = torch.randn_like(expected)
+    for a, e in zip(
+        (actual, *torch.autograd.grad(actual, leaves, weights.bfloat16())),
+        (expected, *torch.autograd.grad(expected, exact, weights.bfloat16().double())),
+        strict=True,
+    ):
+        # Probabilities, scores and results are rounded to 8 bits of mantissa once each.
+        assert (a.double() - e).norm() <= 3 * 2.0**-8 * e.norm()
+    with torch.no_grad():
+        for masked in (False, True):
+            parts = [slice(0, 100), slice(100, 237), slice(237, 300)]
+            visible = torch.ones(63, 300, device="cuda").tril(237).bool()[None, None]
+            blocks = (
+                KeyBlock(
+                    key[:, :, p], value[:, :, p], visible[..., p] if masked else None, not masked and p.start > 200
+                )
+                for p in parts
+            )
+            behind = blockwise_attention(query[:, :, 237:], blocks, scale=E**-0.5)
+            assert (behind.double() - expected[:, :, 237:]).norm() <= 3 * 2.0**-8 * expected[:, :, 237:].norm()
+
+
+def causal_by_definition_on(tensors, scale):
+    query, key, value = tensors
+    scores = query @ key.transpose(2, 3) * scale
+    hidden = torch.ones_like(scores[0, 0]).triu(1).bool()
+    return scores.masked_fill(hidden, -torch.inf).softmax(-1) @ value
+
+
+@pytest.mark.gpu
+def test_slow_kernels_in_training_are_named_once(caplog, monkeypatch):
+    monkeypatch.setattr(expanded, "_warned", set())
+    query, value = torch.randn(1, 2, 64, 192, device="cuda"), torch.randn(1, 2, 64, 128, device="cuda")
+    causal_attention(query, query, value, scale=1.0)
+    assert not caplog.records
+    query.requires_grad_()
+    for _ in range(2):
+        causal_attention(query, query, value, scale=1.0)
+    assert len(caplog.records) == 1
+    assert "torch.float32 has no fast kernel: train in bfloat16" in caplog.text
+
+
+# ---- documents in groups --------------------------------------------------------------------------------------------
+
+
+def packed_groups(lengths, total=None):
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
+    layout = sequence_layout(1, total or sum(lengths), cu_seqlens=cu_seqlens)
+    return document_groups(layout)
+
+
+def test_documents_of_one_length_stay_where_they_are():
+    groups = packed_groups([6, 6, 6])
+    assert groups.shapes == ((3, 6),)
+    assert groups.tokens is None
+    x = normal(1, 18, 5)
+    assert groups.gather(x).data_ptr() == x.data_ptr()
+    assert groups.scatter(x).data_ptr() == x.data_ptr()
+    assert groups.split(x[..., None])[0].shape == (3, 6, 5, 1)
+
+
+def test_groups_hold_similar_lengths():
+    assert packed_groups([100, 30, 76, 74, 23]).shapes == ((2, 100), (1, 74), (2, 30))
+    assert packed_groups([40, 16, 1, 3, 0, 9]).shapes == ((1, 40), (4, 16))  # short ones go together
+
+
+def test_rows_with_padding_lose_it():
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1], [1, 0, 1, 0, 1]])
+    groups = document_groups(sequence_layout(3, 5, attention_mask=mask))
+    assert groups.shapes == ((3, 5),)
+    x = torch.arange(15.0).view(3, 5, 1) + 1
+    first, second, third = groups.gather(x).view(3, 5).tolist()
+    assert first == [6, 7, 8, 9, 10]  # the longest is first
+    assert second == [3, 4, 5, 3, 3]
+    assert third == [11, 13, 15, 11, 11]
+    assert torch.equal(groups.scatter(groups.gather(x)), x * mask[..., None])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 60), min_size=1, max_size=12).filter(any), st.integers(0, 5))
+def test_every_real_token_has_one_place(lengths, slack):
+    total = sum(lengths) + slack
+    groups = packed_groups(lengths, total)
+    x = normal(1, total, 3)
+    x[:, sum(lengths) :] = 0
+    assert torch.equal(groups.scatter(groups.gather(x)), x)
+    places = sum(count * length for count, length in groups.shapes)
+    assert sum(count for count, _ in groups.shapes) == sum(length > 0 for length in lengths)
+    longest = [length for _, length in groups.shapes]
+    assert longest == sorted(longest, reverse=True)
+    scores = sum(count * length**2 for count, length in groups.shapes if length > 16)
+    assert scores <= (4 / 3) ** 2 * sum(length**2 for length in lengths)
+    assert places <= 4 / 3 * sum(lengths) + 16 * len(lengths)
+    # A document in the order of its tokens, then its first token again.
+    document = torch.cat([torch.full((length,), n) for n, length in enumerate(lengths)])
+    if groups.tokens is not None:
+        for part in groups.tokens.split([math.prod(shape) for shape in groups.shapes]):
+            assert part.numel()
+        assert torch.equal(document[groups.targets], document[groups.tokens[groups.slots]])
+        assert torch.equal(groups.targets.sort().values, torch.arange(sum(lengths)))

@@ -1,0 +1,203 @@
+# Copyright 2026 The deltalatent authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The Triton form of absorbed latent attention against the float64 reference: widths, masks, lengths, graphs."""
+
+import pytest
+import torch
+
+from deltalatent.kernels.latent_attention import latent_attention, latent_attention_reference
+from tests.kernels.triton_testing import (
+    DEVICE,
+    HAS_TRITON,
+    INTERPRETING,
+    assert_as_exact_as_plain,
+    needs_triton,
+    run_under_interpreter,
+)
+
+if HAS_TRITON:
+    from deltalatent.kernels.latent_attention import triton_absorbed
+    from deltalatent.kernels.latent_attention.triton_absorbed import LaunchShape, launch, launch_shape, num_splits
+
+
+def random_case(B, T, H, S, R, Q, dtype=torch.float32):
+    shapes = (B, T, H, R), (B, T, H, Q), (B, S, R), (B, S, Q)
+    return [torch.randn(shape, dtype=torch.float32, device=DEVICE).to(dtype) for shape in shapes]
+
+
+def check(tensors, mask=None, end=None, splits=None, shape=None, scale=0.2):
+    actual = launch(*tensors, mask, end, scale, shape, splits)
+    options = {"scale": scale, "mask": mask, "end": end}
+    exact = latent_attention_reference(*(x.double() for x in tensors), **options)
+    plain = latent_attention_reference(*tensors, **options)
+    if tensors[0].dtype != torch.float32:
+        # Softmax weights enter the second product in the dtype of the latents, as in any fused attention.
+        plain = latent_attention_with_rounded_weights(*tensors, **options)
+    assert_as_exact_as_plain(actual, exact, plain, "o")
+    return actual
+
+
+def latent_attention_with_rounded_weights(query, shared_query, latent, shared_key, *, scale, mask, end):
+    (B, T), S = query.shape[:2], latent.shape[1]
+    keys = torch.cat([latent, shared_key], -1).float()
+    scores = torch.einsum("bthr,bsr->bths", torch.cat([query, shared_query], -1).float(), keys) * scale
+    end = torch.full((B,), S, device=query.device) if end is None else end.view(-1).expand(B)
+    last = end[:, None] - T + torch.arange(T, device=query.device)
+    visible = torch.arange(S, device=query.device) <= last[..., None]
+    if mask is not None:
+        visible = visible & mask
+    scores = scores.masked_fill(~visible[:, :, None], -torch.inf)
+    weights = (scores - scores.amax(-1, keepdim=True)).exp().nan_to_num(0.0)
+    total = weights.sum(-1, keepdim=True).clamp(min=1e-30)
+    values = torch.where(visible.any(1)[..., None], latent, 0).float()
+    return (torch.einsum("bths,bsr->bthr", weights.to(latent.dtype).float(), values) / total).to(query.dtype)
+
+
+@needs_triton
+@pytest.mark.parametrize("splits", [1, 3, 8], ids="N{}".format)
+@pytest.mark.parametrize(
+    ("B", "T", "H", "S", "R", "Q"),
+    [(2, 1, 3, 37, 20, 12), (1, 2, 5, 16, 16, 16), (1, 4, 8, 50, 24, 8), (1, 1, 1, 1, 8, 4)],
+    ids=["T1-H3-S37-R20", "T2-H5-S16-R16", "T4-H8-S50-R24", "one_token"],
+)
+def test_widths_and_splits(B, T, H, S, R, Q, splits):
+    check(random_case(B, T, H, S, R, Q), splits=splits)
+
+
+@needs_triton
+@pytest.mark.parametrize("splits", [1, 3], ids="N{}".format)
+@pytest.mark.parametrize("mask", [(2, 1), (1, 3), (2, 3), (1, 1)], ids=["rows", "queries", "both", "shared"])
+def test_masks_and_lengths(mask, splits):
+    tensors = random_case(2, 3, 2, 41, 20, 12)
+    mask = torch.rand(*mask, 41, device=DEVICE) < 0.5
+    mask[..., :2] = True
+    for end in (None, torch.tensor([5, 38]), torch.tensor([17], dtype=torch.int32), torch.tensor(40)):
+        check(tensors, mask, None if end is None else end.to(DEVICE), splits)
+
+
+@needs_triton
+@pytest.mark.parametrize("splits", [1, 4], ids="N{}".format)
+def test_nothing_behind_the_end_is_read_and_a_blind_query_gets_zero(splits):
+    tensors = random_case(2, 2, 2, 40, 16, 16)
+    end = torch.tensor([9, 23], device=DEVICE)
+    mask = torch.ones(2, 2, 40, dtype=torch.bool, device=DEVICE)
+    mask[0, 1] = False
+    expected = launch(*tensors, mask, end, 0.2, None, splits)
+    assert not expected[0, 1].any()
+    for b in range(2):
+        for x in tensors[2:]:
+            x[b, end[b] :] = float("nan")
+    assert torch.equal(launch(*tensors, mask, end, 0.2, None, splits), expected)
+    check(tensors, mask, end, splits)
+
+
+@needs_triton
+def test_rows_do_not_depend_on_each_other():
+    tensors = random_case(3, 1, 2, 33, 16, 8)
+    together = launch(*tensors, None, None, 0.3, None, 2)
+    for b in range(3):
+        alone = launch(*(x[b : b + 1] for x in tensors), None, None, 0.3, None, 2)
+        assert torch.equal(together[b : b + 1], alone)
+
+
+@needs_triton
+def test_any_strides():
+    query, shared_query, latent, shared_key = random_case(2, 3, 2, 33, 16, 8)
+    expected = launch(query, shared_query, latent, shared_key, None, None, 0.3)
+    cache = torch.cat([latent, shared_key], -1)  # latents and key parts in one buffer
+    strided = launch(
+        query.transpose(1, 2).contiguous().transpose(1, 2),
+        shared_query.mT.contiguous().mT,  # not even the last axis is dense
+        cache[..., :16],
+        cache[..., 16:],
+        None,
+        None,
+        0.3,
+    )
+    assert torch.equal(strided, expected)
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision(dtype):
+    if INTERPRETING and dtype == torch.bfloat16:
+        pytest.skip("the interpreter has no bfloat16 products")
+    for splits in (1, 3):
+        check(random_case(2, 1, 4, 70, 16, 16, dtype), splits=splits)
+
+
+@needs_triton
+@pytest.mark.parametrize("scale", [0.0, 100.0], ids=["flat", "one_hot"])
+def test_extreme_scores(scale):
+    check(random_case(1, 1, 2, 30, 16, 16), scale=scale, splits=3)
+
+
+@needs_triton
+def test_no_rows_and_no_gradients():
+    assert launch(*random_case(0, 1, 2, 5, 8, 4), None, None, 1.0).shape == (0, 1, 2, 8)
+    tensors = random_case(1, 1, 2, 5, 8, 4)
+    tensors[2].requires_grad_()
+    with pytest.raises(ValueError, match=r"the Triton kernels have no gradient: call them under `torch.no_grad\(\)`"):
+        latent_attention(*tensors, scale=1.0, impl="triton")
+    with pytest.raises(ValueError, match="the Triton kernels take R up to 512"):
+        latent_attention(*random_case(1, 1, 2, 5, 520, 4), scale=1.0, impl="triton")
+
+
+@needs_triton
+def test_operator_for_compiled_graphs_in_triton():
+    tensors = random_case(1, 2, 2, 9, 16, 8)
+    mask = torch.rand(1, 2, 9, device=DEVICE) < 0.7
+    arguments = (*tensors, mask, torch.tensor(8, device=DEVICE), 0.3)
+    torch.library.opcheck(triton_absorbed.latent_attention_op, arguments)
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="the package `triton` is not installed")
+@pytest.mark.parametrize("shared_memory", [227 * 1024, 163 * 1024, 99 * 1024], ids=["9.0", "8.0", "8.6"])
+def test_tiles_fit_the_device(shared_memory):
+    for vectors in (1, 8, 32, 96, 4 * 96):
+        for width in (32, 288, 576, 640):
+            for itemsize in (2, 4):
+                shape = launch_shape(vectors, width, itemsize, shared_memory)
+                assert (shape.BM + shape.BN * shape.num_stages) * width * itemsize < shared_memory
+    with pytest.raises(ValueError, match="does not fit"):
+        launch_shape(16, 4096, 4, 99 * 1024)
+    shape = LaunchShape(16, 64, 4, 2)
+    assert num_splits(8, 1, 1 << 20, shape, 132) == 132
+    assert num_splits(96, 1, 1 << 20, shape, 132) == 22
+    assert num_splits(8, 1, 300, shape, 132) == 2
+    assert num_splits(8, 500, 1 << 20, shape, 132) == 1
+
+
+def test_triton_tests_under_the_interpreter():
+    run_under_interpreter(__file__)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("B", "T", "H", "S", "R", "Q"),
+    [(1, 1, 96, 5000, 512, 64), (2, 1, 32, 777, 512, 64), (3, 2, 8, 1300, 192, 32), (2, 4, 8, 999, 256, 64)],
+    ids=["H96-R512", "H32-R512", "small", "base"],
+)
+def test_released_widths(B, T, H, S, R, Q, dtype):
+    tensors = random_case(B, T, H, S, R, Q, dtype)
+    scale = (R + Q) ** -0.5
+    check(tensors, scale=scale)
+    mask = torch.rand(B, 1, S, device=DEVICE) < 0.7
+    check(tensors, mask, torch.tensor(S - 100, device=DEVICE), scale=scale)
+
+
+@pytest.mark.gpu
+def test_graph_follows_the_length_on_the_device():
+    tensors = random_case(1, 1, 8, 4096, 192, 32, torch.bfloat16)
+    end = torch.tensor(17, device=DEVICE)
+    latent_attention(*tensors, scale=0.1, end=end)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = latent_attention(*tensors, scale=0.1, end=end)
+    for length in (17, 1000, 4096):
+        end.fill_(length)
+        graph.replay()
+        assert torch.equal(output, latent_attention(*tensors, scale=0.1, end=end))
+        shorter = latent_attention(*tensors[:2], *(x[:, :length] for x in tensors[2:]), scale=0.1)
+        torch.testing.assert_close(output, shorter, rtol=2**-6, atol=2**-8)
