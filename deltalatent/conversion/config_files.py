@@ -10,9 +10,10 @@ import re
 from typing import Any
 
 from deltalatent.configuration.configuration_kimi_k3 import KimiK3Config, KimiK3TextConfig
-from deltalatent.conversion.layouts import TEXT_PREFIX, Kind, Source
+from deltalatent.conversion.layouts import Kind, Source
 from deltalatent.conversion.mxfp4 import QUANTIZATION_CONFIG
 from deltalatent.modeling.packed_checkpoints import is_mxfp4
+from deltalatent.modeling.released_layout import TEXT_PREFIX
 
 ARCHITECTURES: dict[Kind, str] = {
     "text": "KimiK3ForCausalLM",

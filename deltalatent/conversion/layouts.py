@@ -30,15 +30,9 @@ from deltalatent.conversion.checkpoint_folder import CheckpointFolder, Piece
 from deltalatent.conversion.mxfp4 import GROUP_SIZE
 from deltalatent.modeling.checkpoint_errors import shortened
 from deltalatent.modeling.modeling_kimi_k3 import KimiK3ForCausalLM
-from deltalatent.modeling.released_layout import MOE_NAME, RELEASED_MOE_NAME
+from deltalatent.modeling.released_layout import MOE_NAME, RELEASED_MOE_NAME, TEXT_PREFIX, VISION_PREFIXES
 
 Kind = Literal["text", "composite", "predecessor"]
-
-TEXT_PREFIX = "language_model."
-"""Of the text model's tensors in a composite checkpoint."""
-
-VISION_PREFIXES = ("vision_tower.", "mm_projector.")
-"""Of the other tensors there."""
 
 PLAIN_DTYPES = ("BF16", "F16", "F32")
 

@@ -29,7 +29,7 @@ from deltalatent.configuration.configuration_kimi_k3 import KimiK3Config, KimiK3
 from deltalatent.conversion.mxfp4 import dequantize_mxfp4
 from deltalatent.modeling.checkpoint_errors import shortened
 from deltalatent.modeling.multimodal import KimiK3ForConditionalGeneration
-from deltalatent.modeling.released_layout import MOE_NAME, RELEASED_MOE_NAME
+from deltalatent.modeling.released_layout import MOE_NAME, RELEASED_MOE_NAME, TEXT_PREFIX
 
 
 class NarrowDecay(ConversionOps):
@@ -169,6 +169,18 @@ class ExpertsConverter(WeightConverter):
                 )
 
 
+class TextPartRenaming(WeightRenaming):
+    """Names of the text model in a composite checkpoint -> those that it has alone.
+
+    Saving puts nothing back: a model that was loaded from the text part is saved as a text model.
+    """
+
+    __slots__ = ()
+
+    def reverse_transform(self) -> TextPartRenaming:
+        return self  # our names never begin so
+
+
 def _only_tensor(input_dict: dict[str, Tensor | list[Tensor]]) -> Tensor:
     (value,) = input_dict.values()
     return value[0] if isinstance(value, list) else value
@@ -187,6 +199,7 @@ def _as_bytes(name: str, tensor: Tensor) -> Tensor:
 def released_to_ours() -> list[WeightConverter | WeightRenaming]:
     """A fresh list of transforms (the engine keeps state in them)."""
     return [
+        TextPartRenaming(source_patterns=rf"^{re.escape(TEXT_PREFIX)}(.+)", target_patterns=r"\1"),
         WeightRenaming(
             source_patterns=rf"\.{RELEASED_MOE_NAME}\.",
             # Looked at when saving only: dense layers are called `mlp` in the release too.

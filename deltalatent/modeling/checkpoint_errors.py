@@ -7,11 +7,15 @@ Transformers logs a table of what it could not load and then raises "see the tab
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
+
+NOT_WEIGHTS = ("BOOL", "I16", "I32", "I64")
+"""Dtypes, as in headers, of which no parameter of these models is, quantised or not."""
 
 
 def shortened(names: Iterable[str], limit: int = 8) -> str:
@@ -44,6 +48,49 @@ def check_conversion(loading_info: Any, checkpoint: str, ignore_mismatched_sizes
         raise ValueError(
             f"tensors of the checkpoint {checkpoint} must have the shapes that the config asks for, got {shown}: use "
             "the config of these weights, or pass `ignore_mismatched_sizes=True` to initialise them at random."
+        )
+
+
+def check_files(folder: str | Path) -> None:
+    """Raise for what Transformers would not notice in a folder of safetensors files, or nothing if there are none.
+
+    It takes the last of two tensors of one name, reads files whatever the index says of them, and casts integers.
+
+    Raises:
+        ValueError: A tensor is in two files, the index names another place than that of a tensor, or weights are
+            integers; tensors and files are named.
+        SafetensorError: A file cannot be opened.
+    """
+    folder = Path(folder)
+    index = folder / "model.safetensors.index.json"
+    single = folder / "model.safetensors"
+    weight_map: dict[str, str] = {}
+    if index.is_file() and not single.is_file():
+        weight_map = json.loads(index.read_bytes()).get("weight_map", {})
+    elif not single.is_file():
+        return
+    places: dict[str, str] = {}
+    for file in dict.fromkeys(weight_map.values()) or [single.name]:
+        if not (folder / file).is_file():
+            return  # Transformers says which
+        with safe_open(folder / file, framework="pt") as opened:
+            for name in opened.keys():
+                if name in places:
+                    raise ValueError(
+                        f"the files of the checkpoint {folder} must hold each tensor once, got {name} in "
+                        f"{places[name]} and {file}: two saves were mixed; copy or save it again."
+                    )
+                places[name] = file
+                dtype = opened.get_slice(name).get_dtype()
+                if dtype in NOT_WEIGHTS and name.endswith(".weight"):
+                    raise ValueError(
+                        f"the checkpoint {folder} must hold floating-point weights, got {name} ({dtype}): the file is "
+                        "damaged or of another format."
+                    )
+    if weight_map and (wrong := dict(weight_map.items() ^ places.items())):
+        raise ValueError(
+            f"the index of the checkpoint {folder} must say where each tensor is, got another place for "
+            f"{shortened(wrong)}: the index or the files were changed; copy or save it again."
         )
 
 

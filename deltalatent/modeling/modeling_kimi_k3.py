@@ -37,7 +37,7 @@ from deltalatent.configuration.configuration_kimi_k3 import KimiK3TextConfig
 from deltalatent.kernels.latent_attention import document_groups
 from deltalatent.kernels.sequence_layout import SequenceLayout, sequence_layout
 from deltalatent.modeling.attention_residuals import KimiK3MixedRMSNorm, KimiK3PseudoQuery
-from deltalatent.modeling.checkpoint_errors import check_conversion, shortened, unreadable_files
+from deltalatent.modeling.checkpoint_errors import check_conversion, check_files, shortened, unreadable_files
 from deltalatent.modeling.delta_attention import KimiK3DeltaAttention, KimiK3ShortConvolution
 from deltalatent.modeling.latent_attention import CausalView, KimiK3LatentAttention
 from deltalatent.modeling.latent_moe import (
@@ -49,7 +49,7 @@ from deltalatent.modeling.latent_moe import (
 )
 from deltalatent.modeling.norms import KimiK3GatedRMSNorm, KimiK3RMSNorm
 from deltalatent.modeling.packed_checkpoints import without_mxfp4_claim
-from deltalatent.modeling.released_layout import accept_released_layout
+from deltalatent.modeling.released_layout import VISION_PREFIXES, accept_released_layout
 from deltalatent.modeling.sharding import ShardedLoading
 
 INITIAL_DECAY_RANGE = (1e-3, 1e-1)
@@ -119,7 +119,8 @@ class KimiK3DecoderLayer(GradientCheckpointingLayer):
         else:
             update, _ = self.self_attn(mixed, attention_mask=attention_mask, cache=cache, **kwargs)
         if self.closes_block:
-            closed_blocks, hidden_states = (*closed_blocks, hidden_states), update
+            # The stream keeps its dtype, which under autocast is not that of the mixers.
+            closed_blocks, hidden_states = (*closed_blocks, hidden_states), update.to(hidden_states.dtype)
         else:
             hidden_states = hidden_states + update
 
@@ -219,6 +220,8 @@ class KimiK3PreTrainedModel(ShardedLoading, PreTrainedModel):
         Experts packed as MXFP4 are unpacked to `dtype` while loading, whatever the `ignore` list of the config says:
         the tensors that are present decide. The model is then an ordinary one, without `quantization_config`.
 
+        Of a composite checkpoint a text class takes the text part.
+
         Args:
             pretrained_model_name_or_path: Folder or Hub repository.
             allow_missing_keys: Initialise tensors that the checkpoint lacks instead of raising, e.g. a new head.
@@ -232,6 +235,8 @@ class KimiK3PreTrainedModel(ShardedLoading, PreTrainedModel):
         """
         kwargs = without_mxfp4_claim(cls.config_class, pretrained_model_name_or_path, kwargs)
         try:
+            if not {"variant", "gguf_file", "state_dict"} & kwargs.keys():
+                check_files(Path(pretrained_model_name_or_path, kwargs.get("subfolder", "")))
             loaded: Any = super().from_pretrained(
                 pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
             )
@@ -254,6 +259,13 @@ class KimiK3PreTrainedModel(ShardedLoading, PreTrainedModel):
                 f"{shortened(unexpected)}: {advice}; pass `allow_unexpected_keys=True` to ignore them."
             )
         return (model, info) if output_loading_info else model
+
+    def _adjust_missing_and_unexpected_keys(self, loading_info) -> None:
+        super()._adjust_missing_and_unexpected_keys(loading_info)
+        if self.config.model_type == KimiK3TextConfig.model_type:  # a composite checkpoint holds a vision part too
+            loading_info.unexpected_keys = {
+                name for name in loading_info.unexpected_keys if not name.startswith(VISION_PREFIXES)
+            }
 
     @staticmethod
     def _finalize_model_loading(model, load_config, loading_info):

@@ -16,6 +16,12 @@ from collections import defaultdict
 import torch
 from torch import Tensor, nn
 
+TEXT_PREFIX = "language_model."
+"""Of the text model's tensors in a composite checkpoint."""
+
+VISION_PREFIXES = ("vision_tower.", "mm_projector.")
+"""Of all its other tensors."""
+
 RELEASED_MOE_NAME, MOE_NAME = "block_sparse_moe", "mlp"
 EXPERT_KEY = re.compile(r"(?P<experts>.*\.experts)\.(?P<index>\d+)\.(?P<which>w[123])\.weight")
 

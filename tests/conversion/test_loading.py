@@ -145,6 +145,86 @@ def test_half_precision_model_chooses_the_experts_of_the_float32_one(tmp_path: P
     assert torch.equal(chosen, expected)
 
 
+# ---- the text part of a composite -----------------------------------------------------------------------------------
+
+COMPOSITE = GOLDEN / "multimodal"
+
+
+@pytest.fixture(scope="module")
+def text_part(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The text model of the composite fixture, as a folder of its own."""
+    folder = tmp_path_factory.mktemp("text part")
+    for name, change in (("config.json", lambda config: config["text_config"]), ("model.safetensors", None)):
+        if change is not None:
+            (folder / name).write_text(json.dumps(change(json.loads((COMPOSITE / name).read_text()))))
+            continue
+        prefix = "language_model."
+        tensors = load_file(COMPOSITE / name)
+        save_file({k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}, folder / name)
+    return folder
+
+
+@pytest.mark.parametrize("device_map", [None, "auto", "disk"])
+@pytest.mark.parametrize("model_class", [KimiK3ForCausalLM, KimiK3TextModel, AutoModelForCausalLM])
+def test_text_classes_take_the_text_part(model_class: Any, device_map: Any, text_part: Path, tmp_path: Path) -> None:
+    """Nothing of the tower is read into the model, nothing is missing, nothing is said; saved, it is a text model."""
+    options: dict[str, Any] = {"dtype": "auto"}
+    if device_map is not None:
+        pytest.importorskip("accelerate")
+        options |= {"device_map": device_map, "offload_folder": tmp_path / "offload"}
+    if device_map == "disk":
+        options["device_map"] = {"": "disk"}
+        model = model_class.from_pretrained(COMPOSITE, **options)
+        ids = random_ids(model.config)
+        expected = model_class.from_pretrained(text_part, dtype="auto")
+        with torch.no_grad():
+            assert torch.equal(model(ids)[0], expected(ids)[0])
+        return
+    with CaptureLogger(logging.getLogger("transformers")) as captured:
+        model, info = model_class.from_pretrained(COMPOSITE, output_loading_info=True, **options)
+    assert captured.out == "" and not any(info.values())
+    assert type(model) is (KimiK3TextModel if model_class is KimiK3TextModel else KimiK3ForCausalLM)
+    assert_same_weights(model, model_class.from_pretrained(text_part, dtype="auto"))
+    model.save_pretrained(tmp_path / "saved")
+    assert json.loads((tmp_path / "saved" / "config.json").read_text())["model_type"] == "kimi_k3_text"
+    if model_class is not KimiK3TextModel:  # which saves its names without `model.`
+        assert headers(tmp_path / "saved").keys() == headers(text_part).keys()
+
+
+def test_text_part_of_a_packed_composite(tmp_path: Path) -> None:
+    """The claim may stand at the top or in the text part, with the prefix in its ignore list or without."""
+    source = GOLDEN / "text_mxfp4"
+    expected = KimiK3ForCausalLM.from_pretrained(source, dtype="auto")
+    tensors = {f"language_model.{name}": tensor for name, tensor in load_file(source / "model.safetensors").items()}
+    text_config = json.loads((source / "config.json").read_text())
+    claim = text_config.pop("quantization_config")
+    ignore = [entry.replace("re:.*", r"re:language_model\..*") for entry in claim["ignore"]]
+    for number, place in enumerate(("outer", "inner")):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        save_file(tensors, folder / "model.safetensors")
+        config = {"model_type": "kimi_k3", "text_config": dict(text_config), "vision_config": None}
+        (config if place == "outer" else config["text_config"])["quantization_config"] = claim | {"ignore": ignore}
+        (folder / "config.json").write_text(json.dumps(config))
+        for model_class in (KimiK3ForCausalLM, AutoModelForCausalLM):
+            model = model_class.from_pretrained(folder, dtype="auto")
+            assert getattr(model.config, "quantization_config", None) is None
+            assert_same_weights(model, expected)
+
+
+def test_damage_in_a_composite_is_named(tmp_path: Path) -> None:
+    shutil.copytree(COMPOSITE, tmp_path / "composite")
+    file = tmp_path / "composite" / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["language_model.model.norm.weight"]
+    tensors["language_model.model.extra"] = torch.zeros(1)
+    save_file(tensors, file)
+    with pytest.raises(ValueError, match=r"got none for model.norm.weight"):
+        KimiK3ForCausalLM.from_pretrained(tmp_path / "composite")
+    with pytest.raises(ValueError, match=r"got model.extra: "):
+        KimiK3ForCausalLM.from_pretrained(tmp_path / "composite", allow_missing_keys=True)
+
+
 # ---- placement ------------------------------------------------------------------------------------------------------
 
 
@@ -423,6 +503,77 @@ def test_shard_dropped_from_the_index_is_noticed(tmp_path: Path) -> None:
         KimiK3ForCausalLM.from_pretrained(tmp_path)
 
 
+def edited_index(folder: Path, change: Callable[[dict[str, str]], Any]) -> None:
+    file = folder / "model.safetensors.index.json"
+    index = json.loads(file.read_text())
+    change(index["weight_map"])
+    file.write_text(json.dumps(index))
+
+
+def test_tensor_in_two_shards_is_named(tmp_path: Path) -> None:
+    """Transformers would take the last one that it meets."""
+    tiny_model().save_pretrained(tmp_path, max_shard_size="50KB")
+    first, second = sorted(tmp_path.glob("*.safetensors"))[:2]
+    tensors = load_file(first)
+    name = min(load_file(second))
+    tensors[name] = torch.zeros_like(load_file(second)[name])
+    save_file(tensors, first)
+    with pytest.raises(ValueError, match=rf"must hold each tensor once, got {name} in {first.name} and {second.name}"):
+        KimiK3ForCausalLM.from_pretrained(tmp_path)
+
+
+def test_index_that_lies_is_named(tmp_path: Path) -> None:
+    """About where a tensor is, or that there is one."""
+    tiny_model().save_pretrained(tmp_path / "whole", max_shard_size="50KB")
+    first = min((tmp_path / "whole").glob("*.safetensors")).name
+    changes = {
+        "elsewhere": lambda names: names.update({"model.norm.weight": first}),
+        "nowhere": lambda names: names.update({"model.extra.weight": first}),
+    }
+    for what, change in changes.items():
+        shutil.copytree(tmp_path / "whole", tmp_path / what)
+        edited_index(tmp_path / what, change)
+        name = "model.norm.weight" if what == "elsewhere" else "model.extra.weight"
+        with pytest.raises(ValueError, match=rf"index .* must say where each tensor is, got another place for {name}"):
+            KimiK3ForCausalLM.from_pretrained(tmp_path / what)
+
+
+def test_integers_for_weights_are_named(saved: Path, tmp_path: Path) -> None:
+    """Transformers would cast them."""
+    name = "model.layers.1.self_attn.q_proj.weight"
+    folder = damaged(
+        saved, tmp_path / "damaged", lambda tensors: tensors.update({name: tensors[name].to(torch.int32)})
+    )
+    with pytest.raises(ValueError, match=rf"must hold floating-point weights, got {name} \(I32\)"):
+        KimiK3ForCausalLM.from_pretrained(folder)
+
+
+def test_interrupted_save_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk fills up in the third shard, over an older save of the same model and into a new folder."""
+    model = tiny_model()
+    model.save_pretrained(tmp_path / "older", max_shard_size="50KB")
+    tiny_model(seed=1).save_pretrained(tmp_path / "other", max_shard_size="50KB")
+    monkeypatch.setattr("transformers.modeling_utils.safe_save_file", interrupted(2))
+    with pytest.raises(OSError, match="No space left"):
+        model.save_pretrained(tmp_path / "new", max_shard_size="50KB")
+    with pytest.raises((OSError, ValueError)):
+        KimiK3ForCausalLM.from_pretrained(tmp_path / "new")
+
+
+def interrupted(after: int) -> Callable[..., None]:
+    calls = 0
+
+    def save(tensors: Tensors, file: Any, metadata: Any = None) -> None:
+        nonlocal calls
+        calls += 1
+        if calls > after:
+            Path(file).write_bytes(b"half of it")
+            raise OSError(28, "No space left on device")
+        save_file(tensors, file, metadata=metadata)
+
+    return save
+
+
 # ---- the rest of `from_pretrained` ----------------------------------------------------------------------------------
 
 
@@ -449,8 +600,3 @@ def test_saved_config_names_the_class(saved: Path, tmp_path: Path) -> None:
     assert (config["architectures"], config["model_type"]) == (["KimiK3ForCausalLM"], "kimi_k3_text")
     KimiK3TextModel.from_pretrained(saved).save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["KimiK3TextModel"]
-
-
-def test_text_class_on_a_composite_folder_says_what_it_lacks() -> None:
-    with pytest.raises(ValueError, match=r"must hold every tensor of KimiK3ForCausalLM, got none for"):
-        KimiK3ForCausalLM.from_pretrained(GOLDEN / "multimodal")
