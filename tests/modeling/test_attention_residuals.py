@@ -85,3 +85,20 @@ def test_every_parameter_gets_a_gradient(block_size: int) -> None:
     for name, grad in grads.items():
         if name.endswith("res_proj.weight") and "layers.0.self_attention" not in name:
             assert grad.any(), name
+
+
+def test_streams_keep_their_dtype_under_autocast() -> None:
+    """As in a plain residual network: mixers compute in bf16, the sums stay float32."""
+    model = tiny_model().train()
+    ids = random_ids(model.config)
+    streams: list[Tensor] = []
+    for layer in model.model.layers:
+        layer.register_forward_hook(lambda module, args, output: streams.extend((*args, output[0])))
+    with torch.autocast("cpu", torch.bfloat16):
+        output = model(ids, labels=ids)
+    assert {stream.dtype for stream in streams} == {torch.float32}
+    grads = gradients(model, output.loss)
+    assert grads.keys() == dict(model.named_parameters()).keys()
+    assert all(grad.isfinite().all() for grad in grads.values())
+    # A tenth of the loss is far more than bf16 mixers change, and far less than a wrong stream would.
+    assert abs(output.loss.item() - model(ids, labels=ids).loss.item()) < 0.1 * output.loss.item()

@@ -41,7 +41,7 @@ def attention_residual_mix(
     takes the raw ones; there is no scaling by the width. The last step is the norm of the layer that reads the mix; it
     is there if `norm_weight` is given, and keeps the mix out of memory.
 
-    For backward nothing is kept but the inputs, which a residual network keeps alive anyway, and one float32 number
+    For backward nothing is kept but the inputs, which a residual network keeps alive anyway, and two float32 numbers
     per token and source.
 
     Args:

@@ -2,16 +2,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Depth mixing with its gradients: one function for both implementations, and operators for `torch.compile`.
 
-Saved for backward: the sources [..., D], which the residual network keeps alive anyway, the weights [D], and one
-float32 score per token and source. Mix and norm are made again.
+Saved for backward: the sources [..., D], which the residual network keeps alive anyway, the weights [D], and two
+float32 numbers per token and source. Mix and norm are made again.
 
 Eager calls go through an `autograd.Function`, which costs the host a fraction of what a custom operator with autograd
 does. Under `torch.compile` the Triton launches are the opaque operators
 
 | operator | results |
 | --- | --- |
-| `deltalatent::attn_res(sources, query, key_weight, norm_weight, eps, norm_eps)` | output, scores |
-| `deltalatent::attn_res_backward(..., scores, doutput, eps, norm_eps)` | dsources + dquery (+ dkey, dnorm) |
+| `deltalatent::attn_res(sources, query, key_weight, norm_weight, eps, norm_eps)` | output, stats |
+| `deltalatent::attn_res_backward(..., stats, doutput, norm_eps)` | dsources + dquery (+ dkey, dnorm) |
 
 and the PyTorch form is traced.
 """
@@ -49,15 +49,14 @@ def _triton_backward(
     query: Tensor,
     key_weight: Tensor | None,
     norm_weight: Tensor | None,
-    scores: Tensor,
+    stats: Tensor,
     doutput: Tensor,
-    eps: float,
     norm_eps: float,
 ) -> list[Tensor]:
     from deltalatent.kernels.attn_res.triton_kernels import attn_res_backward
 
     sources, weights = _contiguous(sources), _contiguous([query, key_weight, norm_weight])
-    return attn_res_backward(sources, *weights, scores, doutput.contiguous(), eps, norm_eps)
+    return attn_res_backward(sources, *weights, stats, doutput.contiguous(), norm_eps)
 
 
 def _contiguous(tensors: list) -> list:
@@ -74,8 +73,8 @@ def _torch_forward(
     save: bool,
 ) -> list[Tensor]:
     with float32_autocast_disabled(query.device):
-        output, scores = attention_residual_mix_reference(sources, query, key_weight, norm_weight, eps, norm_eps)
-    return [output, scores] if save else [output]
+        output, stats = attention_residual_mix_reference(sources, query, key_weight, norm_weight, eps, norm_eps)
+    return [output, stats] if save else [output]
 
 
 def _torch_backward(
@@ -83,14 +82,13 @@ def _torch_backward(
     query: Tensor,
     key_weight: Tensor | None,
     norm_weight: Tensor | None,
-    scores: Tensor,
+    stats: Tensor,
     doutput: Tensor,
-    eps: float,
     norm_eps: float,
 ) -> list[Tensor]:
     with float32_autocast_disabled(query.device):
         return attention_residual_mix_backward_reference(
-            sources, query, key_weight, norm_weight, scores, doutput, eps, norm_eps
+            sources, query, key_weight, norm_weight, stats, doutput, norm_eps
         )
 
 
@@ -99,20 +97,20 @@ BACKWARD = {"triton": _triton_backward, "torch": _torch_backward}
 
 
 class AttentionResidualFunction(torch.autograd.Function):
-    """Saved: sources [..., D], query and the other weights [D], scores [S + 1, ...]."""
+    """Saved: sources [..., D], query and the other weights [D], stats [2 S + 1, ...]."""
 
     @staticmethod
     def forward(ctx, impl, eps, norm_eps, query, key_weight, norm_weight, *sources):
-        output, scores = FORWARD[impl](list(sources), query, key_weight, norm_weight, eps, norm_eps, True)
-        ctx.impl, ctx.eps, ctx.norm_eps = impl, eps, norm_eps
-        ctx.save_for_backward(query, key_weight, norm_weight, scores, *sources)
+        output, stats = FORWARD[impl](list(sources), query, key_weight, norm_weight, eps, norm_eps, True)
+        ctx.impl, ctx.norm_eps = impl, norm_eps
+        ctx.save_for_backward(query, key_weight, norm_weight, stats, *sources)
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx, doutput):
-        query, key_weight, norm_weight, scores, *sources = ctx.saved_tensors
-        grads = BACKWARD[ctx.impl](sources, query, key_weight, norm_weight, scores, doutput, ctx.eps, ctx.norm_eps)
+        query, key_weight, norm_weight, stats, *sources = ctx.saved_tensors
+        grads = BACKWARD[ctx.impl](sources, query, key_weight, norm_weight, stats, doutput, ctx.norm_eps)
         return None, None, None, *_in_order(grads, len(sources), key_weight, norm_weight)
 
 
@@ -141,11 +139,11 @@ attn_res_backward_op = torch.library.custom_op("deltalatent::attn_res_backward",
 @attn_res_op.register_fake
 def _(sources, query, key_weight, norm_weight, eps, norm_eps):
     rows = sources[0].numel() // query.shape[0]
-    return [_fresh(sources[0]), sources[0].new_empty(len(sources) + 1, rows, dtype=torch.float32)]
+    return [_fresh(sources[0]), sources[0].new_empty(2 * len(sources) + 1, rows, dtype=torch.float32)]
 
 
 @attn_res_backward_op.register_fake
-def _(sources, query, key_weight, norm_weight, scores, doutput, eps, norm_eps):
+def _(sources, query, key_weight, norm_weight, stats, doutput, norm_eps):
     weights = [weight for weight in (query, key_weight, norm_weight) if weight is not None]
     return [_fresh(tensor) for tensor in (*sources, *weights)]
 
@@ -155,14 +153,14 @@ def _fresh(tensor: Tensor) -> Tensor:
 
 
 def _op_setup_context(ctx, inputs, output):
-    sources, query, key_weight, norm_weight, ctx.eps, ctx.norm_eps = inputs
+    sources, query, key_weight, norm_weight, _, ctx.norm_eps = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(query, key_weight, norm_weight, output[1], *sources)
 
 
 def _op_backward(ctx, grads):
-    query, key_weight, norm_weight, scores, *sources = ctx.saved_tensors
-    results = attn_res_backward_op(sources, query, key_weight, norm_weight, scores, grads[0], ctx.eps, ctx.norm_eps)
+    query, key_weight, norm_weight, stats, *sources = ctx.saved_tensors
+    results = attn_res_backward_op(sources, query, key_weight, norm_weight, stats, grads[0], ctx.norm_eps)
     weights = _in_order(results, len(sources), key_weight, norm_weight)[:3]
     return results[: len(sources)], *weights, None, None
 

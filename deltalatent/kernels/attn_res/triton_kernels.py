@@ -2,10 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton kernels of depth mixing, forward and backward, with the RMS norm that follows.
 
-Alphabet: S sources, N tokens (all leading axes), D channels. A program holds BN tokens; D fits one block, BD.
+Alphabet: S sources, N tokens (all leading axes), D channels. A program works on one token at a time and on BS of its
+sources at a time: a tile [BS, BD], all of D in one block. The sums over a tile's rows, for which the warps of a
+program have to wait for one another, are made together.
 
 The sources are separate tensors. A kernel takes a tuple of pointers, padded to one of few lengths so that few kernels
-are compiled, and loops over the first S of them.
+are compiled; a tile picks its pointers from it.
 """
 
 import torch
@@ -16,7 +18,7 @@ import triton.language as tl
 SOURCE_COUNTS = (4, 9, 16)
 # Programs of the backward pass: enough to fill a large chip several times, few enough that their partial sums are
 # small beside the sources. The same on every machine, so that the order of summation is, too.
-MAX_PROGRAMS = 1024
+MAX_PROGRAMS = 512
 
 
 @triton.jit
@@ -25,17 +27,20 @@ def add_pairs(a0, a1, b0, b1):
 
 
 @triton.jit
-def add_triples(a0, a1, a2, b0, b1, b2):
-    return a0 + b0, a1 + b1, a2 + b2
+def pick(pointers, index):
+    """Pointers of a tuple by index [BS] (selects keep what is known about alignment)."""
+    chosen = tl.where(index == 0, pointers[0], pointers[0])
+    for j in tl.static_range(1, len(pointers)):
+        chosen = tl.where(index == j, pointers[j], chosen)
+    return chosen
 
 
 @triton.jit
-def pick(pointers, i):
-    """Pointer i of a tuple (selects keep what is known about alignment)."""
-    chosen = pointers[0]
-    for j in tl.static_range(1, len(pointers)):
-        chosen = tl.where(i == j, pointers[j], chosen)
-    return chosen
+def load_tile(sources, index, S, token, column, D):
+    """Sources `index` [BS] of one token, [BS, BD] in their dtype; zero for those that do not exist."""
+    pointer = pick(sources, index)[:, None] + (token * D + column)[None, :]
+    mask = ((index >= 0) & (index < S))[:, None] & (column < D)[None, :]
+    return tl.load(pointer, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -52,124 +57,124 @@ def load_query(query, key_weight, column, D):
     return w
 
 
+@triton.jit
+def inverse_rms(square, D, eps):
+    """From a sum of squares; rounded correctly, because a score multiplies its error."""
+    return tl.div_rn(1.0, tl.sqrt_rn(square / D + eps))
+
+
 @triton.jit(do_not_specialize=["N", "S"])
 def attn_res_forward_kernel(
-    sources, query, key_weight, norm_weight, output, weights, N, D, S, eps, norm_eps,
-    BN: tl.constexpr, BD: tl.constexpr, AHEAD: tl.constexpr,
+    sources, query, key_weight, norm_weight, output, stats, N, D, S, eps, norm_eps,
+    BS: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Scores, softmax, average and norm in one look at the sources; leaves `weights` [S, N] for backward."""
-    row = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
+    """Scores, softmax, average and norm in one look at the sources; leaves for backward, in `stats` [2 S + 1, N], what load_stats reads."""
+    token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BD)
-    in_rows = row < N
-    mask = in_rows[:, None] & (column < D)[None, :]
-    offset = row[:, None] * D + column[None, :]
+    index = tl.arange(0, BS)
     w = load_query(query, key_weight, column, D)
 
-    mixed = tl.zeros([BN, BD], tl.float32)
-    highest = tl.full([BN], float("-inf"), tl.float32)
-    denominator = tl.zeros([BN], tl.float32)
-    # The loads of the next one or two sources are under way while a source is reduced.
-    tile = tl.load(sources[0] + offset, mask=mask, other=0.0)
-    if AHEAD == 2:
-        tile_1 = tl.load(pick(sources, 1) + offset, mask=mask & (S > 1), other=0.0)
-    for i in range(S):
-        tile_ahead = tl.load(pick(sources, i + AHEAD) + offset, mask=mask & (i + AHEAD < S), other=0.0)
+    mixed = tl.zeros([BD], tl.float32)
+    highest = float("-inf")
+    denominator = 0.0
+    tile = load_tile(sources, index, S, token, column, D)
+    for first in range(0, S, BS):
+        present = first + index < S
+        # The next tile is under way while this one is reduced.
+        following = load_tile(sources, first + BS + index, S, token, column, D)
         x = tile.to(tl.float32)
         square, product = tl.reduce((x * x, x * w[None, :]), 1, add_pairs)
-        score = product * tl.rsqrt(square / D + eps)
-        new_highest = tl.maximum(highest, score)
+        scale = inverse_rms(square, D, eps)
+        score = tl.where(present, product * scale, float("-inf"))
+        new_highest = tl.maximum(highest, tl.max(score, axis=0))
         old_share = tl.exp(highest - new_highest)
         share = tl.exp(score - new_highest)
-        mixed = mixed * old_share[:, None] + x * share[:, None]
-        denominator = denominator * old_share + share
+        mixed = mixed * old_share + tl.sum(x * share[:, None], axis=0)
+        denominator = denominator * old_share + tl.sum(share, axis=0)
         highest = new_highest
-        if weights is not None:
-            tl.store(weights + i * N + row, score, mask=in_rows)
-        if AHEAD == 2:
-            tile = tile_1
-            tile_1 = tile_ahead
-        else:
-            tile = tile_ahead
-    mixed = mixed / denominator[:, None]
+        if stats is not None:
+            place = stats + (first + index).to(tl.int64) * N + token
+            tl.store(place, score, mask=present)
+            tl.store(place + S.to(tl.int64) * N, scale, mask=present)
+        tile = following
+    mixed = mixed / denominator
     if norm_weight is not None:
-        inverse_rms = tl.rsqrt(tl.sum(mixed * mixed, axis=1) / D + norm_eps)
-        mixed = mixed * inverse_rms[:, None] * load_vector(norm_weight, column, D)[None, :]
-    tl.store(output + offset, mixed.to(output.dtype.element_ty), mask=mask)
-    if weights is not None:
-        # Behind the scores, what their exponentials sum to: a_i = exp(score_i - total).
-        tl.store(weights + S * N + row, highest + tl.log(denominator), mask=in_rows)
+        rho = inverse_rms(tl.sum(mixed * mixed, axis=0), D, norm_eps)
+        mixed = mixed * rho * load_vector(norm_weight, column, D)
+    tl.store(output + token * D + column, mixed.to(output.dtype.element_ty), mask=column < D)
+    if stats is not None:
+        tl.store(stats + 2 * S.to(tl.int64) * N + token, highest + tl.log(denominator))
 
 
 @triton.jit
-def load_share(scores, total, i, row, in_rows, N):
-    """Weight of source i in the mix, [BN]."""
-    return tl.exp(tl.load(scores + i * N + row, mask=in_rows, other=0.0) - total)
+def load_stats(stats, index, S, token, N):
+    """Scores and inverse root mean squares of sources `index` [BS] of a token; such that absent ones weigh nothing."""
+    present = (index >= 0) & (index < S)
+    place = stats + index.to(tl.int64) * N + token
+    score = tl.load(place, mask=present, other=float("-inf"))
+    return score, tl.load(place + S.to(tl.int64) * N, mask=present, other=0.0)
 
 
 @triton.jit(do_not_specialize=["N", "S", "steps"])
 def attn_res_backward_kernel(
-    sources, dsources, query, key_weight, norm_weight, scores, doutput, dw, dnorm, N, D, S, eps, norm_eps, steps,
-    BN: tl.constexpr, BD: tl.constexpr,
+    sources, dsources, query, key_weight, norm_weight, stats, doutput, dw, dnorm, N, D, S, norm_eps, steps,
+    BS: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """A program walks over `steps` tiles of tokens and leaves one partial sum for each of the weights' gradients.
+    """A program walks over `steps` tokens and leaves one partial sum for each of the weights' gradients.
 
-    It looks at the sources of a tile twice: once for the mix, then backwards, from the cache, for their gradients.
-    With o = sum_i a_i s_i of one token, u = dy g and rho = (|o|^2 / D + norm_eps)^-1/2:
+    It looks at the sources of a token twice: once for the mix, then backwards, from the cache, for their gradients.
+    With o = sum_i a_i s_i, u = dy g and rho = (|o|^2 / D + norm_eps)^-1/2:
 
         norm:     do = rho u - rho^3 <u, o> o / D
         softmax:  d score_i = a_i (<do, s_i> - <do, o>)
-        scores:   d s_i = a_i do + d score_i (r_i w - r_i^3 <w, s_i> s_i / D)
+        scores:   d s_i = a_i do + d score_i (r_i w - r_i^2 score_i s_i / D)
     """
+    program = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BD)
-    partial_w = tl.zeros([BN, BD], tl.float32)
-    partial_norm = tl.zeros([BN, BD], tl.float32)
-    first = tl.program_id(0).to(tl.int64) * steps
-    for step in range(steps):
-        row = (first + step) * BN + tl.arange(0, BN)
-        in_rows = row < N
-        mask = in_rows[:, None] & (column < D)[None, :]
-        offset = row[:, None] * D + column[None, :]
-        total = tl.load(scores + S * N + row, mask=in_rows, other=0.0)
+    index = tl.arange(0, BS)
+    partial_w = tl.zeros([BD], tl.float32)
+    partial_norm = tl.zeros([BD], tl.float32)
+    last = tl.cdiv(S, BS) * BS - BS
+    for token in range(program * steps, tl.minimum(program * steps + steps, N)):
+        total = tl.load(stats + 2 * S.to(tl.int64) * N + token)
+        mixed = tl.zeros([BD], tl.float32)
+        for first in range(0, S, BS):
+            x = load_tile(sources, first + index, S, token, column, D).to(tl.float32)
+            score, scale = load_stats(stats, first + index, S, token, N)
+            mixed += tl.sum(x * tl.exp(score - total)[:, None], axis=0)
 
-        mixed = tl.zeros([BN, BD], tl.float32)
-        tile = tl.load(sources[0] + offset, mask=mask, other=0.0)
-        for i in range(S):
-            following = tl.load(pick(sources, i + 1) + offset, mask=mask & (i + 1 < S), other=0.0)
-            mixed += load_share(scores, total, i, row, in_rows, N)[:, None] * tile.to(tl.float32)
-            tile = following
-
-        dmixed = tl.load(doutput + offset, mask=mask, other=0.0).to(tl.float32)
+        tile = load_tile(sources, last + index, S, token, column, D)
+        dmixed = tl.load(doutput + token * D + column, mask=column < D, other=0.0).to(tl.float32)
         if norm_weight is not None:
-            scaled = dmixed * load_vector(norm_weight, column, D)[None, :]
-            square, product = tl.reduce((mixed * mixed, mixed * scaled), 1, add_pairs)
-            inverse_rms = tl.rsqrt(square / D + norm_eps)
-            cubed = inverse_rms * inverse_rms * inverse_rms
-            partial_norm += dmixed * mixed * inverse_rms[:, None]
-            dmixed = scaled * inverse_rms[:, None] - mixed * (product * cubed / D)[:, None]
-        expected = tl.sum(dmixed * mixed, axis=1)
+            scaled = dmixed * load_vector(norm_weight, column, D)
+            mixed_square, mixed_product = tl.reduce((mixed * mixed, mixed * scaled), 0, add_pairs)
+            rho = inverse_rms(mixed_square, D, norm_eps)
+            partial_norm += dmixed * mixed * rho
+            dmixed = scaled * rho - mixed * (mixed_product * rho * rho * rho / D)
+        expected = tl.sum(dmixed * mixed, axis=0)
 
         w = load_query(query, key_weight, column, D)
-        tile = tl.load(pick(sources, S - 1) + offset, mask=mask, other=0.0)
-        for j in range(S):
-            i = S - 1 - j
-            following = tl.load(pick(sources, i - 1) + offset, mask=mask & (i > 0), other=0.0)
+        for before in range(0, S, BS):
+            first = last - before
+            following = load_tile(sources, first - BS + index, S, token, column, D)
             x = tile.to(tl.float32)
-            share = load_share(scores, total, i, row, in_rows, N)
-            square, product, gain = tl.reduce((x * x, x * w[None, :], x * dmixed), 1, add_triples)
-            inverse_rms = tl.rsqrt(square / D + eps)
+            score, scale = load_stats(stats, first + index, S, token, N)
+            share = tl.exp(score - total)
+            gain = tl.sum(x * dmixed[None, :], axis=1)
             dscore = tl.where(S > 1, share * (gain - expected), 0.0)  # with one source there is nothing to choose
-            along_w = dscore * inverse_rms
-            along_x = along_w * product * inverse_rms * inverse_rms / D
-            dx = share[:, None] * dmixed + along_w[:, None] * w[None, :] - along_x[:, None] * x
-            partial_w += along_w[:, None] * x
-            dsource = pick(dsources, i)
-            tl.store(dsource + offset, dx.to(dsource.dtype.element_ty), mask=mask)
+            along_w = dscore * scale
+            along_x = dscore * score * scale * scale / D
+            partial_w += tl.sum(along_w[:, None] * x, axis=0)
+            dx = share[:, None] * dmixed[None, :] + along_w[:, None] * w[None, :] - along_x[:, None] * x
+            pointer = pick(dsources, first + index)[:, None] + (token * D + column)[None, :]
+            mask = (first + index < S)[:, None] & (column < D)[None, :]
+            tl.store(pointer, dx.to(dsources[0].dtype.element_ty), mask=mask)
             tile = following
 
-    place = tl.program_id(0).to(tl.int64) * D + column
-    tl.store(dw + place, tl.sum(partial_w, axis=0), mask=column < D)
+    place = program * D + column
+    tl.store(dw + place, partial_w, mask=column < D)
     if norm_weight is not None:
-        tl.store(dnorm + place, tl.sum(partial_norm, axis=0), mask=column < D)
+        tl.store(dnorm + place, partial_norm, mask=column < D)
 
 
 @triton.jit(do_not_specialize=["P"])
@@ -198,11 +203,10 @@ def attn_res_weights_kernel(
         tl.store(dnorm_weight + column, total.to(dnorm_weight.dtype.element_ty), mask=column < D)
 
 
-def _tile(num_rows: int, num_columns: int) -> tuple[int, int, int]:
-    """Rows and columns of a tile, and warps: 16 values for each thread, no more than 16 warps."""
-    columns = triton.next_power_of_2(num_columns)
-    rows = min(max(1, 512 // columns), triton.next_power_of_2(num_rows))
-    return rows, columns, min(16, max(1, rows * columns // 512))
+def _tile(width: int) -> tuple[int, int]:
+    """Columns of a tile, and warps: 16 channels for each thread, no more than 16 warps."""
+    columns = triton.next_power_of_2(width)
+    return columns, min(16, max(1, columns // 512))
 
 
 def _padded(tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -219,20 +223,20 @@ def attn_res_forward(
     norm_eps: float,
     save: bool,
 ) -> list[torch.Tensor]:
-    """Output [..., D], and if `save` the scores and their log-sum [S + 1, N] float32. All inputs contiguous."""
+    """Output [..., D], and if `save` the stats [2 S + 1, N] float32. All inputs contiguous."""
     output = torch.empty_like(sources[0])
     width = output.shape[-1]
     rows = output.numel() // width
-    scores = None
+    stats = None
     if save:
-        scores = torch.empty(len(sources) + 1, rows, dtype=torch.float32, device=output.device)
+        stats = torch.empty(2 * len(sources) + 1, rows, dtype=torch.float32, device=output.device)
     if rows > 0:
-        block_n, block_d, num_warps = _tile(rows, width)
-        attn_res_forward_kernel[(triton.cdiv(rows, block_n),)](
-            _padded(sources), query, key_weight, norm_weight, output, scores, rows, width, len(sources), eps, norm_eps,
-            BN=block_n, BD=block_d, AHEAD=1, num_warps=num_warps,
+        block_d, num_warps = _tile(width)
+        attn_res_forward_kernel[(rows,)](
+            _padded(sources), query, key_weight, norm_weight, output, stats, rows, width, len(sources), eps, norm_eps,
+            BS=2, BD=block_d, num_warps=num_warps,
         )  # fmt: skip
-    return [output] if scores is None else [output, scores]
+    return [output] if stats is None else [output, stats]
 
 
 def attn_res_backward(
@@ -240,9 +244,8 @@ def attn_res_backward(
     query: torch.Tensor,
     key_weight: torch.Tensor | None,
     norm_weight: torch.Tensor | None,
-    scores: torch.Tensor,
+    stats: torch.Tensor,
     doutput: torch.Tensor,
-    eps: float,
     norm_eps: float,
 ) -> list[torch.Tensor]:
     """Gradients of the sources, of `query`, and of those of `key_weight` and `norm_weight` that there are."""
@@ -252,15 +255,14 @@ def attn_res_backward(
     rows = doutput.numel() // width
     if rows == 0:
         return dsources + [torch.zeros_like(weight) for weight in weights]
-    block_n, block_d, num_warps = _tile(rows, width)
-    tiles = triton.cdiv(rows, block_n)
-    steps = triton.cdiv(tiles, MAX_PROGRAMS)
-    programs = triton.cdiv(tiles, steps)
+    block_d, num_warps = _tile(width)
+    steps = triton.cdiv(rows, MAX_PROGRAMS)
+    programs = triton.cdiv(rows, steps)
     dw = torch.empty(programs, width, dtype=torch.float32, device=query.device)
     dnorm = None if norm_weight is None else torch.empty_like(dw)
     attn_res_backward_kernel[(programs,)](
-        _padded(sources), _padded(dsources), query, key_weight, norm_weight, scores, doutput, dw, dnorm,
-        rows, width, len(sources), eps, norm_eps, steps, BN=block_n, BD=block_d, num_warps=num_warps,
+        _padded(sources), _padded(dsources), query, key_weight, norm_weight, stats, doutput, dw, dnorm,
+        rows, width, len(sources), norm_eps, steps, BS=2, BD=block_d, num_warps=num_warps,
     )  # fmt: skip
     dquery, dkey_weight, dnorm_weight = (
         None if weight is None else torch.empty_like(weight) for weight in (query, key_weight, norm_weight)
