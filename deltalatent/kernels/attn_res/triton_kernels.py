@@ -68,7 +68,7 @@ def attn_res_forward_kernel(
     sources, query, key_weight, norm_weight, output, stats, N, D, S, eps, norm_eps,
     BS: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Scores, softmax, average and norm in one look at the sources; leaves for backward, in `stats` [2 S + 1, N], what load_stats reads."""
+    """Scores, softmax, average and norm in one look at the sources; leaves `stats` [2 S + 1, N] for backward."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BD)
     index = tl.arange(0, BS)
