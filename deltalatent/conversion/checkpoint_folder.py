@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from deltalatent.modeling.checkpoint_errors import shortened
+from deltalatent.modeling.checkpoint_errors import check_save_finished, shortened
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -90,10 +90,11 @@ class CheckpointFolder:
         """Read the config and all headers.
 
         Raises:
-            ValueError: A file is missing, cut short or no JSON; the index lies; a tensor is there twice, or of a dtype
-                that no checkpoint of these models has. File and tensor are named.
+            ValueError: The save was interrupted; a file is missing, cut short or no JSON; the index lies; a tensor is
+                there twice, or of a dtype that no checkpoint of these models has. File and tensor are named.
         """
         folder = Path(folder)
+        check_save_finished(folder)
         config = _read_json(folder / "config.json", "copy the file of the model that the weights belong to")
         weight_map = _weight_map(folder)
         files = tuple(dict.fromkeys(weight_map.values())) if weight_map is not None else (SINGLE_NAME,)

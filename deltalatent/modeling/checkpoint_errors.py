@@ -8,11 +8,15 @@ Transformers logs a table of what it could not load and then raises "see the tab
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
+
+UNFINISHED_NAME = "save_in_progress"
+"""File that is in a folder while a model is being saved into it."""
 
 NOT_WEIGHTS = ("BOOL", "I16", "I32", "I64")
 """Dtypes, as in headers, of which no parameter of these models is, quantised or not."""
@@ -51,17 +55,43 @@ def check_conversion(loading_info: Any, checkpoint: str, ignore_mismatched_sizes
         )
 
 
+@contextmanager
+def unfinished_save(folder: str | Path) -> Iterator[None]:
+    """While files are written, and if that is interrupted, the folder holds one by which `check_files` knows.
+
+    Over an earlier save an interrupted one leaves files of both, each of them whole.
+    """
+    folder = Path(folder)
+    if folder.is_file():
+        yield  # Transformers refuses it
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / UNFINISHED_NAME).touch()
+    yield
+    (folder / UNFINISHED_NAME).unlink()
+
+
+def check_save_finished(folder: Path) -> None:
+    """Raise ValueError if a save into the folder was interrupted."""
+    if (folder / UNFINISHED_NAME).exists():
+        raise ValueError(
+            f"the checkpoint {folder} must have been saved to the end, got one that was interrupted "
+            f"({UNFINISHED_NAME} is in it): save it again, or use an earlier one."
+        )
+
+
 def check_files(folder: str | Path) -> None:
     """Raise for what Transformers would not notice in a folder of safetensors files, or nothing if there are none.
 
     It takes the last of two tensors of one name, reads files whatever the index says of them, and casts integers.
 
     Raises:
-        ValueError: A tensor is in two files, the index names another place than that of a tensor, or weights are
-            integers; tensors and files are named.
+        ValueError: The save was interrupted, a tensor is in two files, the index names another place than that of a
+            tensor, or weights are integers; tensors and files are named.
         SafetensorError: A file cannot be opened.
     """
     folder = Path(folder)
+    check_save_finished(folder)
     index = folder / "model.safetensors.index.json"
     single = folder / "model.safetensors"
     weight_map: dict[str, str] = {}

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,6 +25,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.generation import GenerationConfig, GenerationMixin, LogitsProcessor, LogitsProcessorList
 from transformers.integrations.accelerate import force_accelerate_hooks
+from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.masking_utils import create_causal_mask, create_masks_for_generate
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
@@ -35,9 +37,16 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from deltalatent.configuration.configuration_kimi_k3 import KimiK3TextConfig
 from deltalatent.kernels.latent_attention import document_groups
+from deltalatent.kernels.linear_cross_entropy import linear_cross_entropy
 from deltalatent.kernels.sequence_layout import SequenceLayout, sequence_layout
 from deltalatent.modeling.attention_residuals import KimiK3MixedRMSNorm, KimiK3PseudoQuery
-from deltalatent.modeling.checkpoint_errors import check_conversion, check_files, shortened, unreadable_files
+from deltalatent.modeling.checkpoint_errors import (
+    check_conversion,
+    check_files,
+    shortened,
+    unfinished_save,
+    unreadable_files,
+)
 from deltalatent.modeling.delta_attention import KimiK3DeltaAttention, KimiK3ShortConvolution
 from deltalatent.modeling.latent_attention import CausalView, KimiK3LatentAttention
 from deltalatent.modeling.latent_moe import (
@@ -259,6 +268,13 @@ class KimiK3PreTrainedModel(ShardedLoading, PreTrainedModel):
                 f"{shortened(unexpected)}: {advice}; pass `allow_unexpected_keys=True` to ignore them."
             )
         return (model, info) if output_loading_info else model
+
+    def save_pretrained(self, save_directory, is_main_process: bool = True, *, push_to_hub: bool = False, **kwargs):
+        """As in Transformers; a folder in which this was interrupted is refused by `from_pretrained`."""
+        # What is in the folder would be pushed too.
+        is_marked = self.should_save_on_this_rank(is_main_process) and not push_to_hub
+        with unfinished_save(save_directory) if is_marked else nullcontext():
+            super().save_pretrained(save_directory, is_main_process, push_to_hub=push_to_hub, **kwargs)
 
     def _adjust_missing_and_unexpected_keys(self, loading_info) -> None:
         super()._adjust_missing_and_unexpected_keys(loading_info)
@@ -561,6 +577,14 @@ def _holds_tokens(cache: Cache) -> bool:
     return int(length) > 0
 
 
+def _is_plain_linear(head: nn.Module) -> bool:
+    """Whether a head is its weight and nothing else: no adapter, quantiser, shard, or hook that its call would run."""
+    is_hooked = head._forward_hooks or head._forward_pre_hooks or hasattr(head, "_hf_hook")
+    if type(head) is not nn.Linear or head.bias is not None or is_hooked:
+        return False
+    return type(head.weight) in (Tensor, nn.Parameter)
+
+
 class RefuseNaN(LogitsProcessor):
     """Stops `generate` at logits that are NaN; greedy search would take the arg-max of NaN and write on for ever."""
 
@@ -586,27 +610,35 @@ class KimiK3GenerationMixin(GenerationMixin):
     config: Any  # the two users have different classes
     loss_function: Callable[..., Tensor]
 
+    skip_logits: bool | None = None
+    """Default of `forward`'s argument. Set it to `False` on a model whose trainer reads logits beside the loss."""
+
     def _with_head(
         self,
         outputs: MoeModelOutputWithPast,
         labels: Tensor | None,
         logits_to_keep: int | Tensor,
+        skip_logits: bool | None = None,
         **kwargs,
     ) -> MoeCausalLMOutputWithPast:
         """What `forward` returns, from the base model's outputs; arguments as in `KimiK3ForCausalLM.forward`."""
         hidden_states = cast(Tensor, outputs.last_hidden_state)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(hidden_states[:, kept])
-        loss = None
-        if labels is not None:
-            if labels.shape != logits.shape[:2]:
+        hidden_states = hidden_states[:, kept]
+        if skip_logits is None:
+            skip_logits = self.skip_logits
+        if skip_logits is None:
+            skip_logits = self.training and torch.is_grad_enabled()
+        if labels is None:
+            loss, logits = None, self.lm_head(hidden_states)
+        else:
+            if labels.shape != hidden_states.shape[:2]:
                 raise ValueError(
-                    f"`labels` must have shape {tuple(logits.shape[:2])}, one per token with logits, got "
+                    f"`labels` must have shape {tuple(hidden_states.shape[:2])}, one per token with logits, got "
                     f"{tuple(labels.shape)}: pass one label per token, -100 for none."
                 )
             kwargs.setdefault("ignore_index", getattr(self.config, "ignore_index", -100))
-            vocab_size = self.config.get_text_config().vocab_size
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=vocab_size, **kwargs)
+            loss, logits = self._loss(hidden_states, labels, skip_logits, **kwargs)
         return MoeCausalLMOutputWithPast(
             loss=loss,
             logits=logits,
@@ -615,6 +647,40 @@ class KimiK3GenerationMixin(GenerationMixin):
             attentions=outputs.attentions,
             router_logits=outputs.router_logits,
         )
+
+    def _loss(
+        self,
+        hidden_states: Tensor,
+        labels: Tensor,
+        skip_logits: bool,
+        ignore_index: int,
+        num_items_in_batch: Tensor | int | None = None,
+        shift_labels: Tensor | None = None,
+        **kwargs,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Loss of tokens [B, T, D] with labels [B, T], and their logits unless these can be and shall be skipped."""
+        if skip_logits and self.loss_function is ForCausalLMLoss and _is_plain_linear(self.lm_head):
+            if shift_labels is None:
+                shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+            if isinstance(num_items_in_batch, Tensor):
+                num_items_in_batch = num_items_in_batch.to(hidden_states.device)
+            weight = cast(Tensor, self.lm_head.weight)
+            targets = shift_labels.to(hidden_states.device).view(hidden_states.shape[:2])
+            loss = linear_cross_entropy(
+                hidden_states, weight, targets, num_items=num_items_in_batch, ignore_index=ignore_index
+            )
+            return loss, None
+        logits = self.lm_head(hidden_states)
+        loss = self.loss_function(
+            logits=logits,
+            labels=labels,
+            vocab_size=self.config.get_text_config().vocab_size,
+            ignore_index=ignore_index,
+            num_items_in_batch=num_items_in_batch,
+            shift_labels=shift_labels,
+            **kwargs,
+        )
+        return loss, None if skip_logits else logits
 
     def _get_logits_processor(self, generation_config: GenerationConfig, *args, **kwargs) -> LogitsProcessorList:
         # Transformers types `self` there as a protocol of its own.
@@ -673,20 +739,27 @@ class KimiK3ForCausalLM(KimiK3PreTrainedModel, KimiK3GenerationMixin):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        skip_logits: bool | None = None,
         **kwargs,
     ) -> MoeCausalLMOutputWithPast:
-        """Next-token logits, and their loss against labels.
+        """Next-token logits, or their loss against labels.
+
+        A training step has labels and no use for logits, which are larger than everything else in it: then the loss is
+        computed a few tokens at a time (`linear_cross_entropy`), and `logits` is `None`. Adapters in the head,
+        quantised or sharded heads, and a `loss_function` of your own take the way over all logits.
 
         Args:
             input_ids, attention_mask, position_ids, cache, inputs_embeds, use_cache: As in `KimiK3TextModel.forward`.
             labels: int64 [B, T], -100 where there is no target; shifted here, so pass the `input_ids`. In packed rows
                 the first token of each document should be -100.
             logits_to_keep: Compute logits for the last so many tokens only (0 for all), or for these positions.
+            skip_logits: Whether a call with labels leaves out `logits`. `None`: what the model's attribute
+                `skip_logits` says; and if that is `None`, in training with gradients.
             **kwargs: Also `num_items_in_batch`, the number of targets in the whole optimizer step.
 
         Returns:
-            `loss` (mean over targets, or sum over `num_items_in_batch`), `logits` [B, kept, vocab_size], `cache`, and
-            what was asked for by `output_*`.
+            `loss` (mean over targets, or sum over `num_items_in_batch`), `logits` [B, kept, vocab_size] unless they
+            are skipped, `cache`, and what was asked for by `output_*`.
         """
         outputs = self.model(
             input_ids=input_ids,
@@ -697,7 +770,7 @@ class KimiK3ForCausalLM(KimiK3PreTrainedModel, KimiK3GenerationMixin):
             use_cache=use_cache,
             **kwargs,
         )
-        return self._with_head(outputs, labels, logits_to_keep, **kwargs)
+        return self._with_head(outputs, labels, logits_to_keep, skip_logits, **kwargs)
 
 
 __all__ = ["KimiK3ForCausalLM", "KimiK3PreTrainedModel", "KimiK3TextModel"]

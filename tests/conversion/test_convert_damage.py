@@ -135,6 +135,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         other_index(lambda names: names.update({NAME: "model-00001-of-00005.safetensors"})),
         rf"but another file than it says holds {NAME}",
     ),
+    "interrupted save": (lambda folder: (folder / "save_in_progress").touch(), r"must have been saved to the end"),
     "stale shard beside": (
         lambda folder: shutil.copy(shard(folder, 1), folder / "model-00006-of-00006.safetensors"),
         r"must name every file .* got none for model-00006-of-00006.safetensors",

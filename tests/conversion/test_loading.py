@@ -548,26 +548,37 @@ def test_integers_for_weights_are_named(saved: Path, tmp_path: Path) -> None:
         KimiK3ForCausalLM.from_pretrained(folder)
 
 
-def test_interrupted_save_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The disk fills up in the third shard, over an older save of the same model and into a new folder."""
-    model = tiny_model()
-    model.save_pretrained(tmp_path / "older", max_shard_size="50KB")
-    tiny_model(seed=1).save_pretrained(tmp_path / "other", max_shard_size="50KB")
-    monkeypatch.setattr("transformers.modeling_utils.safe_save_file", interrupted(2))
-    with pytest.raises(OSError, match="No space left"):
-        model.save_pretrained(tmp_path / "new", max_shard_size="50KB")
-    with pytest.raises((OSError, ValueError)):
-        KimiK3ForCausalLM.from_pretrained(tmp_path / "new")
+@pytest.mark.parametrize("half_a_file", [False, True], ids=["between files", "in a file"])
+@pytest.mark.parametrize("over_another", [False, True], ids=["new folder", "over another save"])
+def test_interrupted_save_is_refused(
+    half_a_file: bool, over_another: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over another save of the same shape, whole files of two models would lie under a valid index."""
+    model, folder = tiny_model(), tmp_path / "folder"
+    if over_another:
+        tiny_model(seed=1).save_pretrained(folder, max_shard_size="50KB")
+    with monkeypatch.context() as patch:
+        patch.setattr("transformers.modeling_utils.safe_save_file", interrupted(2, half_a_file))
+        with pytest.raises(OSError, match="No space left"):
+            model.save_pretrained(folder, max_shard_size="50KB")
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    for model_class in (KimiK3ForCausalLM, AutoModelForCausalLM):
+        with pytest.raises(ValueError, match=r"must have been saved to the end, got one that was interrupted"):
+            model_class.from_pretrained(folder)
+    model.save_pretrained(folder, max_shard_size="50KB")
+    assert_same_weights(KimiK3ForCausalLM.from_pretrained(folder), model)
+    assert {file.suffix for file in folder.iterdir()} == {".json", ".safetensors"}
 
 
-def interrupted(after: int) -> Callable[..., None]:
+def interrupted(after: int, half_a_file: bool) -> Callable[..., None]:
     calls = 0
 
     def save(tensors: Tensors, file: Any, metadata: Any = None) -> None:
         nonlocal calls
         calls += 1
         if calls > after:
-            Path(file).write_bytes(b"half of it")
+            if half_a_file:
+                Path(file).write_bytes(b"half of it")
             raise OSError(28, "No space left on device")
         save_file(tensors, file, metadata=metadata)
 
