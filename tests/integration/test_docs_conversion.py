@@ -1,0 +1,58 @@
+# Copyright 2026 The deltalatent authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The pages on serving, the Hub and the tokenizer: every block runs in a folder with a small model, and prints what is
+shown."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from deltalatent.__main__ import main
+from tests.fake_hub import fake_hub  # noqa: F401 - a fixture
+from tests.processing.test_tokenizer import ranks, write_released_files  # noqa: F401 - a fixture
+from tests.testing_common import tiny_model
+
+DOCS = Path(__file__).parents[2] / "docs"
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+
+
+@pytest.fixture
+def workspace(tmp_path, monkeypatch, ranks, fake_hub) -> Path:  # noqa: F811
+    """The current folder, with what the pages take for granted."""
+    tiny_model().save_pretrained(tmp_path / "model")
+    alphabet = {character: i for i, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(alphabet, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.save(str(tmp_path / "model" / "tokenizer.json"))
+    (tmp_path / "released").mkdir()
+    write_released_files(tmp_path / "released", ranks)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("page", ["serving.md", "hub.md", "tokenizer.md"])
+def test_blocks_run_and_print_what_is_shown(page, workspace):
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    printed = ""
+    for language, code in BLOCK.findall((DOCS / page).read_text(encoding="utf-8")):
+        if language == "text":
+            assert printed.rstrip() == code.rstrip()
+            continue
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output):
+            if language == "python":
+                exec(compile(code, page, "exec"), namespace)
+            else:
+                for line in code.splitlines():
+                    program, *arguments = shlex.split(line)
+                    assert program == "deltalatent", line
+                    main(arguments)
+        printed = output.getvalue()
