@@ -6,12 +6,13 @@ ARGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help quickstart test lint clean
+.PHONY: help quickstart test test-serving lint clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make quickstart  train a 3 M-parameter model on real text, about five minutes on two CPU cores (ARGS=... adds flags)"
 	@echo "make test        run every test (ARGS=... adds pytest arguments)"
+	@echo "make test-serving  build llama.cpp (ten minutes) and compare what it computes with a model trained here"
 	@echo "make lint        ruff and mypy"
 	@echo "make clean       remove the virtual environment and caches; keeps runs/"
 
@@ -33,6 +34,20 @@ quickstart: $(VENV)/.installed-train
 # The tests' tensors are tiny: one thread is faster than several.
 test: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+
+# llama.cpp with the converter that its Python distribution bundles; `docs/serving.md` says what is compared.
+LLAMA_CPP := llama_cpp_python-0.3.36
+
+build/$(LLAMA_CPP)/pyproject.toml: | $(VENV)/.installed-dev
+	$(BIN)/python -m pip download --disable-pip-version-check --no-deps --no-binary llama-cpp-python --dest build llama-cpp-python==0.3.36
+	tar -xzf build/$(LLAMA_CPP).tar.gz -C build
+
+$(VENV)/.installed-serving: $(VENV)/.installed-dev build/$(LLAMA_CPP)/pyproject.toml
+	$(PIP) ./build/$(LLAMA_CPP)
+	@touch $@
+
+test-serving: $(VENV)/.installed-serving
+	OMP_NUM_THREADS=1 LLAMA_CPP_SOURCE=$(CURDIR)/build/$(LLAMA_CPP)/vendor/llama.cpp $(BIN)/python -m pytest tests/serving -s $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/python -m ruff check .
