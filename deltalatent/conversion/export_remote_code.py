@@ -105,7 +105,7 @@ def _flatten(module: str) -> tuple[str, list[str]]:
     path = _source_file(module)
     text = path.read_text(encoding="utf-8")
     lines = text.splitlines(keepends=True)
-    needed = []
+    needed: list[str] = []
     # From the last to the first, so that line numbers stay true.
     for node in sorted(_imports(ast.parse(text)), key=lambda node: node.lineno, reverse=True):
         first, last = node.lineno - 1, node.end_lineno or node.lineno

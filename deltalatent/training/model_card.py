@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers.trainer import TRAINER_STATE_NAME
@@ -67,7 +67,11 @@ def write_model_card(
         raise ValueError(f"{folder} must hold a `config.json`, got none: save the model there first.")
     fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     is_composite = "text_config" in fields
-    config = (KimiK3Config if is_composite else KimiK3TextConfig).from_pretrained(folder)
+    if is_composite:
+        config: KimiK3Config | KimiK3TextConfig = KimiK3Config.from_pretrained(folder)
+    else:
+        config = KimiK3TextConfig.from_pretrained(folder)
+    text_config = cast(KimiK3TextConfig, config.get_text_config())
     state_file = folder / TRAINER_STATE_NAME
     state = json.loads(state_file.read_text(encoding="utf-8")) if state_file.is_file() else {}
     history = state.get("log_history", [])
@@ -82,7 +86,7 @@ def write_model_card(
         pipeline_tag="image-text-to-text" if is_composite else "text-generation",
         tags=["deltalatent", config.model_type],
         license=license,
-        language=[language] if isinstance(language, str) else language,
+        language=[language] if isinstance(language, str) else list(language or []) or None,
         datasets=list(datasets) or None,
         base_model=base_model,
         eval_results=[
@@ -103,7 +107,7 @@ def write_model_card(
         notes.strip(),
         _usage(is_composite),
         "## Architecture",
-        _table(("", ""), _architecture(config.get_text_config())),
+        _table(("", ""), _architecture(text_config)),
         *_training(state, history),
         *_section("## Expert balance at the end of training", ("figure", "value"), _balance(history)),
         *_section("## Evaluation", ("metric", "value"), [(key, f"{value:.4g}") for key, value in evaluation.items()]),
