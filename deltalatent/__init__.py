@@ -12,7 +12,14 @@ Importing the package makes the Auto classes of Transformers know its models:
 
 from typing import TYPE_CHECKING, Any
 
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import (
+    AutoImageProcessor,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+)
+from transformers.utils import is_vision_available
 
 from deltalatent.configuration import auto
 from deltalatent.configuration.configuration_kimi_k3 import KimiK3Config, KimiK3TextConfig, KimiK3VisionConfig
@@ -22,6 +29,8 @@ from deltalatent.modeling.modeling_kimi_k3 import KimiK3ForCausalLM, KimiK3PreTr
 from deltalatent.modeling.multimodal import KimiK3ForConditionalGeneration, KimiK3Model
 from deltalatent.modeling.vision_tower import KimiK3VisionModel
 from deltalatent.processing import tokenization_kimi_k3
+from deltalatent.processing.image_processing_kimi_k3 import KimiK3ImageProcessor, KimiK3ImageProcessorPil
+from deltalatent.processing.processing_kimi_k3 import KimiK3Processor
 
 if TYPE_CHECKING:
     from deltalatent.training import lora_targets
@@ -41,6 +50,10 @@ def register() -> None:
     AutoModelForImageTextToText.register(KimiK3Config, KimiK3ForConditionalGeneration, exist_ok=True)
     mapping.register()
     tokenization_kimi_k3.register()
+    AutoProcessor.register(KimiK3Config, KimiK3Processor, exist_ok=True)
+    if is_vision_available():  # Pillow
+        backends: dict[str, type] = {"torchvision": KimiK3ImageProcessor, "pil": KimiK3ImageProcessorPil}
+        AutoImageProcessor.register(KimiK3Config, image_processor_classes=backends, exist_ok=True)
 
 
 def __getattr__(name: str) -> Any:
@@ -59,8 +72,10 @@ __all__ = [
     "KimiK3Config",
     "KimiK3ForCausalLM",
     "KimiK3ForConditionalGeneration",
+    "KimiK3ImageProcessor",
     "KimiK3Model",
     "KimiK3PreTrainedModel",
+    "KimiK3Processor",
     "KimiK3TextConfig",
     "KimiK3TextModel",
     "KimiK3VisionConfig",

@@ -13,18 +13,19 @@ Variables besides `messages`, `tools` and `add_generation_prompt`:
 - `tool_choice` (`"required"`, `"none"`): announced in a system message before the answer.
 
 A message is a mapping with `role` (`system`, `user`, `assistant`, `tool`), `content` (a string, or a list of parts
-`{"type": "text", "text": ...}` and `{"type": "image"}`), maybe `name`; of an assistant also `reasoning_content` and
-`tool_calls` (`{"id", "function": {"name", "arguments"}}`, arguments a mapping or a JSON object as a string); of a tool
-`tool_call_id`, or its `name`. Results are rendered in the order of the calls they answer.
+`{"type": "text", "text": ...}`, `{"type": "image"}` and `{"type": "video"}`), maybe `name`; of an assistant also
+`reasoning_content` and `tool_calls` (`{"id", "function": {"name", "arguments"}}`, arguments a mapping or a JSON object
+as a string); of a tool `tool_call_id`, or its `name`. Results are rendered in the order of the calls they answer.
 
 The `generation` blocks hold exactly what the model has to write after the generation prompt, so
 `return_assistant_tokens_mask` trains on what `generate` produces.
 """
 
 OPEN, SEPARATOR, CLOSE, END_OF_MESSAGE = "<|open|>", "<|sep|>", "<|close|>", "<|end_of_msg|>"
-IMAGE_PLACEHOLDER = "<|kimi_image_placeholder|>"
+IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER = "<|kimi_image_placeholder|>", "<|kimi_video_placeholder|>"
 STRUCTURE_TOKENS = (OPEN, CLOSE, SEPARATOR, END_OF_MESSAGE)
-"""Special tokens of the format; a tokenizer trained for it needs them (and `IMAGE_PLACEHOLDER` for images)."""
+"""Special tokens of the format; a tokenizer trained for it needs them. The placeholders are none: a processor replaces
+them."""
 
 CHAT_TEMPLATE = r"""
 {%- macro open(tag, attributes=[]) -%}
@@ -44,7 +45,10 @@ CHAT_TEMPLATE = r"""
         {{- message.content -}}
     {%- else -%}
         {%- for part in message.content or [] -%}
-            {{- '<|kimi_image_placeholder|>' if part.type in ['image', 'image_url'] else part.text -}}
+            {%- if part.type in ['image', 'image_url'] -%}{{- '<|kimi_image_placeholder|>' -}}
+            {%- elif part.type == 'video' -%}{{- '<|kimi_video_placeholder|>' -}}
+            {%- else -%}{{- part.text -}}
+            {%- endif -%}
         {%- endfor -%}
     {%- endif -%}
 {%- endmacro -%}

@@ -7,11 +7,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerFast
 
 from deltalatent import KimiK3Config, KimiK3ForConditionalGeneration, KimiK3VisionConfig
 from deltalatent.modeling.norms import KimiK3RMSNorm
 from deltalatent.modeling.vision_tower import Grid, KimiK3PatchProjection, KimiK3VisionBlock
+from deltalatent.processing.chat_template import STRUCTURE_TOKENS
+from deltalatent.processing.processing_kimi_k3 import MEDIA_TOKENS
 from tests.testing_common import left_padded, randomize_, tiny_config
 
 PLACEHOLDER = 250
@@ -102,3 +108,16 @@ def round_tower_to_bf16_(model: nn.Module) -> nn.Module:
             if isinstance(module, nn.Linear | KimiK3PatchProjection | KimiK3RMSNorm | KimiK3VisionBlock):
                 module.register_forward_hook(lambda module, args, output: rounded(output))
     return model
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """Bytes, and the special tokens of chats and media: 256 + 10 ids."""
+    alphabet = sorted(ByteLevel.alphabet())
+    tokenizer = Tokenizer(BPE(vocab={token: i for i, token in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["[PAD]", "[EOS]", *STRUCTURE_TOKENS, *MEDIA_TOKENS]
+    tokenizer.add_special_tokens(special)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="[PAD]", eos_token="[EOS]", padding_side="left"
+    )
