@@ -240,8 +240,9 @@ def register_quantile_balancing(
 ) -> RemovableHandle:
     """Balance the routers of ``model`` before every ``optimizer.step()``; for training loops without a Trainer.
 
-    With several optimizers register on one of them. If an fp16 gradient scaler skips a step, the statistics wait for
-    the next one. Arguments as in :func:`update_selection_bias`; statistics collected earlier are dropped.
+    With several optimizers register on one of them. An optimizer that accelerate prepared may be passed, too: only
+    steps that it does not hold back count. If an fp16 gradient scaler skips a step, the statistics wait for the next
+    one. Arguments as in :func:`update_selection_bias`; statistics collected earlier are dropped.
 
     Args:
         on_report: called with the :class:`BalanceReport` of each step.
@@ -260,7 +261,8 @@ def register_quantile_balancing(
         if on_report is not None:
             on_report(report)
 
-    return optimizer.register_step_pre_hook(before_step)
+    # accelerate's wrapper is an `Optimizer` that calls no hooks; the one inside it does.
+    return getattr(optimizer, "optimizer", optimizer).register_step_pre_hook(before_step)
 
 
 class QuantileBalancingCallback(TrainerCallback):
@@ -327,6 +329,10 @@ class QuantileBalancingCallback(TrainerCallback):
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        if 0 < state.max_steps <= state.global_step:
+            # Resumed when all steps are done, within an epoch, the Trainer takes one more, by then at learning rate 0.
+            _start(kwargs["model"])
+            return
         self.last_report = update_selection_bias(kwargs["model"], process_group=self.process_group, ema=self.ema)
         summary = self.last_report.summary()
         entry = torch.stack((summary.nan_to_num(0.0), summary.isfinite().to(summary.dtype)))

@@ -14,19 +14,27 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.utils.data import Dataset
-from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
+from torch.utils.data import DataLoader, Dataset
+from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments, default_data_collator
 
 from deltalatent import KimiK3ForCausalLM
-from deltalatent.training import QuantileBalancingCallback
+from deltalatent.training import (
+    BalanceReport,
+    QuantileBalancingCallback,
+    last_complete_checkpoint,
+    register_quantile_balancing,
+)
 from tests.equivalence import exact_model
 from tests.testing_common import (
     assert_close,
     assert_gradients_close,
     gradients,
     left_padded,
+    linear_attn_config,
     random_ids,
     tiny_config,
     tiny_model,
@@ -168,6 +176,16 @@ def test_resumed_training_is_straight_training(
     assert losses(resumed)[-2:] == losses(straight)[-2:]
 
 
+def test_resuming_a_finished_run_changes_nothing(tmp_path: Path) -> None:
+    """The Trainer takes one more step, at the end of its schedule: weights stay, and so must the selection bias."""
+    arguments = {"max_steps": 3, "lr_scheduler_type": "linear", "save_strategy": "steps", "save_steps": 3}
+    run = trainer(tmp_path, fresh_model(), **arguments)
+    run.train()
+    resumed = trainer(tmp_path, fresh_model(seed=8), **arguments)
+    resumed.train(resume_from_checkpoint=last_complete_checkpoint(tmp_path))
+    assert_same_state(state(resumed.model), state(run.model))
+
+
 @pytest.mark.parametrize("shard_size", ["5GB", "100KB"])
 def test_best_model_at_the_end_is_the_saved_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard_size: str
@@ -247,11 +265,82 @@ def test_evaluation_between_steps_changes_nothing(tmp_path: Path) -> None:
     assert_same_state(found[1], found[0])
 
 
+def test_bf16_training_keeps_float32_weights_and_follows_the_float32_run(tmp_path: Path) -> None:
+    """`bf16=True` is autocast: products in bf16; weights, moments and the selection bias stay float32."""
+    found = {}
+    for bf16 in (False, True):
+        run = trainer(tmp_path / str(bf16), fresh_model(), bf16=bf16, max_steps=8)
+        run.train()
+        assert {tensor.dtype for tensor in state(run.model).values()} == {torch.float32}
+        moments = [value for entry in run.optimizer.state.values() for value in entry.values()]
+        assert {moment.dtype for moment in moments} == {torch.float32}
+        found[bf16] = losses(run)
+    assert found[True] != found[False]
+    # The first losses are those of the same weights: products rounded to 2^-9, averaged over some 70 logits per token.
+    assert found[True][0] == pytest.approx(found[False][0], rel=2**-9)
+    learned = found[False][0] - found[False][-1]
+    assert abs(found[True][-1] - found[False][-1]) < 0.2 * learned
+
+
+@pytest.mark.slow
+def test_compiled_training_is_eager_training(tmp_path: Path) -> None:
+    """Forward and backward are captured by Dynamo and AOTAutograd; that Inductor's code is right is its own affair."""
+    found = []
+    for arguments in ({}, {"torch_compile": True, "torch_compile_backend": "aot_eager"}):
+        model = tiny_model(linear_attn_config=linear_attn_config(kda_layers=[1], full_attn_layers=[2]),
+                           num_hidden_layers=2).train()  # fmt: skip
+        run = trainer(
+            tmp_path / str(len(found)), model, optim="sgd", learning_rate=0.1, max_steps=3,
+            data=[{"input_ids": row, "labels": row} for row in random_ids(model.config, 6, 16).tolist()],
+            collator=default_data_collator, **arguments,
+        )  # fmt: skip
+        run.train()
+        found.append((losses(run), state(run.model)))
+    assert found[1][0] == pytest.approx(found[0][0], rel=1e-5)
+    for name, tensor in found[0][1].items():
+        # One bin of the histogram, where rounding moved a score over its edge.
+        tolerance = 2.5e-3 / tensor.abs().max().item() if name.endswith("e_score_correction_bias") else 1e-4
+        assert_close(found[1][1][name], tensor, tolerance, what=name)
+
+
+def test_accelerate_loop_is_the_trainer(tmp_path: Path) -> None:
+    """Accumulation, clipping and balancing written by hand, in the terms of accelerate."""
+    run = trainer(
+        tmp_path, fresh_model(), max_steps=3, gradient_accumulation_steps=2, train_sampling_strategy="sequential",
+        learning_rate=0.1, optim="sgd", max_grad_norm=1.0,
+    )  # fmt: skip
+    run.train()
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = fresh_model().train()
+    loader = DataLoader(samples(12), batch_size=2, collate_fn=pad)  # type: ignore[arg-type]
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+    reports: list[BalanceReport] = []
+    register_quantile_balancing(model, optimizer, on_report=reports.append)
+    batches = list(loader)
+    for first, second in zip(batches[::2], batches[1::2], strict=True):
+        targets = sum((batch["labels"] != -100).sum() for batch in (first, second))
+        for batch in (first, second):
+            accelerator.gradient_state._set_sync_gradients(batch is second)
+            # `num_items_in_batch` makes both losses sums over one number; accelerate divides by the micro-batches.
+            loss = model(**batch, num_items_in_batch=targets).loss * accelerator.gradient_accumulation_steps
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert len(reports) == 3  # one for each real step
+    expected = state(run.model)
+    for name, tensor in state(model).items():
+        assert_close(tensor, expected[name], 1e-5, what=name)
+
+
 def test_there_is_no_auxiliary_loss(tmp_path: Path) -> None:
     """S37: what does not exist cannot scale with ranks and accumulation; the loss is the cross entropy alone."""
     model = tiny_model().train()
     ids = random_ids(model.config)
-    with_router_logits = model(ids, labels=ids, output_router_logits=True)
+    with_router_logits = model(ids, labels=ids, output_router_logits=True, skip_logits=False)
     logits = with_router_logits.logits[:, :-1].flatten(0, 1)
     expected = nn.functional.cross_entropy(logits, ids[:, 1:].flatten())
     assert_close(with_router_logits.loss, expected, 1e-6)
