@@ -13,6 +13,7 @@ from deltalatent.training.balancing import (
     save_selection_bias,
     update_selection_bias,
 )
+from deltalatent.training.distributed import keep_float32
 from deltalatent.training.lora import LoraTargets, lora_targets
 from deltalatent.training.model_card import write_model_card
 from deltalatent.training.optimizer import MuonAdamW, newton_schulz, parameter_groups
@@ -27,6 +28,7 @@ __all__ = [
     "balanced_routers",
     "check_checkpoint",
     "freeze_selection_bias",
+    "keep_float32",
     "last_complete_checkpoint",
     "load_selection_bias",
     "lora_targets",

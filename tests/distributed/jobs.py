@@ -7,23 +7,32 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from transformers.distributed import DistributedConfig
+from transformers.distributed import DistributedConfig, load_optimizer_distributed, save_optimizer_distributed
 from transformers.distributed.sharding_utils import DtensorShardOperation
 
 from deltalatent import KimiK3ForCausalLM
-from deltalatent.training import balanced_routers, register_quantile_balancing
+from deltalatent.training import (
+    MuonAdamW,
+    balanced_routers,
+    keep_float32,
+    parameter_groups,
+    register_quantile_balancing,
+)
 from tests.testing_common import linear_attn_config, random_ids, tiny_config, tiny_model
 
 STEPS = 5
 MAX_NORM = 1.0
 
 LAYOUTS: dict[str, dict[str, Any]] = {
+    "one": {},
     "ddp": {},
     "fsdp": {"fsdp_size": 2},
     "ep": {"fsdp_size": 2, "ep_size": 2},
@@ -70,6 +79,7 @@ def train(
     parts: int = 1,
     first_step: int = 0,
     steps: int = STEPS,
+    accelerator: Accelerator | None = None,
 ) -> dict[str, Any]:
     """Some steps on this rank's part of the batches, with balancing and clipping, as a loop of one's own would do it.
 
@@ -77,7 +87,7 @@ def train(
         By step: this rank's share of the loss (`losses`), the norm of the gradient before clipping (`norms`), the
         whole clipped gradients by name (`gradients`), the selection biases [L, E] (`biases`).
     """
-    accelerator = Accelerator(cpu=True)
+    accelerator = accelerator or Accelerator(cpu=True)
     handle = register_quantile_balancing(model, optimizer)
     record: dict[str, Any] = {"losses": [], "norms": [], "gradients": [], "biases": []}
     for step in range(first_step, first_step + steps):
@@ -94,7 +104,7 @@ def train(
         )
         optimizer.step()
         optimizer.zero_grad()
-        record["biases"].append(torch.stack([router.e_score_correction_bias for _, router in balanced_routers(model)]))
+        record["biases"].append(torch.stack(biases(model)))
     handle.remove()
     return record
 
@@ -148,3 +158,123 @@ def count_what_is_read(rank: int, path: Path) -> dict[str, int]:
         "held": sum(held.values()),
         "held_others": sum(size for name, size in held.items() if ".experts." not in name),
     }
+
+
+def muon(model: nn.Module) -> torch.optim.Optimizer:
+    # Float32 products and few iterations: rounding in a gradient near zero is not blown up to the size of an update.
+    groups = parameter_groups(model, weight_decay=0.1)
+    return MuonAdamW(groups, lr=1e-3, ns_dtype=torch.float32, ns_steps=2)
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name.removeprefix("module."): whole(p) for name, p in model.named_parameters()}
+
+
+def assert_weights_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Up to a hundredth of the steps (3e-3 long) that were taken: rounding is not, momenta of another run would be."""
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert max_difference(found[name], tensor) < 3e-5, name
+
+
+def biases(model: nn.Module) -> list[Tensor]:
+    return [router.e_score_correction_bias for _, router in balanced_routers(model)]
+
+
+def train_with_muon(rank: int, path: Path, names: tuple[str, ...]) -> dict[str, dict[str, Tensor]]:
+    """Weights after three steps of Muon, by layout."""
+    found = {}
+    for name in names:
+        model = load(path, **LAYOUTS[name])
+        tp_size = LAYOUTS[name].get("tp_size", 1)
+        train(model, muon(model), part=rank // tp_size, parts=dist.get_world_size() // tp_size, steps=3)
+        found[name] = weights(model)
+    return found if rank == 0 else {}
+
+
+def save_everything(rank: int, path: Path, target: Path) -> None:
+    """Two steps, then one whole checkpoint (`whole`) and one in parts with the optimizer (`parts`, `optimizer`)."""
+    model = load(path, **LAYOUTS["ep"])
+    model.save_pretrained(target / "untrained")
+    optimizer = muon(model)
+    train(model, optimizer, part=rank, parts=2, steps=2)
+    model.save_pretrained(target / "whole")
+    model.save_pretrained(target / "parts", distributed_checkpoint=True)
+    save_optimizer_distributed(model, optimizer, str(target / "optimizer"))
+
+
+def resume(rank: int, source: Path, layout: str) -> dict[str, Any]:
+    """The third step and after it the weights, from what `save_everything` wrote."""
+    model = load(source / "parts", **LAYOUTS[layout])
+    optimizer = muon(model)
+    load_optimizer_distributed(model, optimizer, str(source / "optimizer"))
+    record = train(model, optimizer, part=rank, parts=dist.get_world_size(), first_step=2, steps=1)
+    return {"weights": weights(model), "biases": record["biases"], "norms": record["norms"]}
+
+
+def fsdp_accelerator(mixed_precision: str) -> Accelerator:
+    """accelerate offers FSDP on accelerators only; its code for it runs anywhere once its state says so."""
+    accelerator = Accelerator(cpu=True, mixed_precision=mixed_precision)
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False
+    )
+    if mixed_precision != "no":
+        plugin.set_mixed_precision(mixed_precision)
+    accelerator.state.distributed_type = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = plugin
+    return accelerator
+
+
+def mixed_precision(rank: int, path: Path) -> dict[str, dict[str, Any]]:
+    """What `observe` says of three ways of computing in bf16 on two ranks; accelerate without our help is refused."""
+    found = {}
+    ways = {"bf16 weights": (torch.bfloat16, False), "bf16 compute": (torch.float32, True)}
+    for name, (dtype, is_mixed) in ways.items():
+        config = DistributedConfig(fsdp_size=2, ep_size=2, fsdp_mixed_precision=is_mixed)
+        found[name] = observe(KimiK3ForCausalLM.from_pretrained(path, distributed_config=config, dtype=dtype), rank)
+
+    accelerator = fsdp_accelerator("bf16")
+    model = keep_float32(accelerator, load(path))
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+    found["accelerate"] = observe(model, rank)
+
+    model = load(path)
+    model, _ = fsdp_accelerator("bf16").prepare(model, torch.optim.SGD(model.parameters()))
+    with pytest.raises(TypeError, match=r"`A_log` must be float32, got torch.bfloat16: .*keep_float32"):
+        observe(model, rank)
+    return found
+
+
+def observe(model: nn.Module, rank: int) -> dict[str, Any]:
+    """One forward and backward: dtypes of parameters as stored and as used, of gradients, and the loss."""
+    names = {module: name for name, module in model.named_modules()}
+    used: dict[str, torch.dtype] = {}
+
+    def look(module: nn.Module, args: Any) -> None:
+        # Parents come first; what a module finds of its children is the last word for those that are only read.
+        used.update({f"{names[module]}.{name}".lstrip("."): p.dtype for name, p in module.named_parameters()})
+
+    handles = [module.register_forward_pre_hook(look) for module in model.modules()]
+    batch = make_batch(0)
+    mine = {name: tensor.chunk(2)[rank] for name, tensor in batch.items()}
+    loss = model.train()(**mine, num_items_in_batch=(batch["labels"] != -100).sum()).loss
+    loss.backward()
+    for handle in handles:
+        handle.remove()
+    dist.all_reduce(total := loss.detach().double())
+    return {
+        "stored": {name: p.dtype for name, p in model.named_parameters()},
+        "used": used,
+        "gradient": {name: p.grad.dtype for name, p in model.named_parameters() if p.grad is not None},
+        "loss": total.item(),
+    }
+
+
+def train_sharded_by_accelerate(rank: int, path: Path) -> dict[str, Any]:
+    """Float32 training with FSDP2 of accelerate, which must be that of one process."""
+    accelerator = fsdp_accelerator("no")
+    model = keep_float32(accelerator, load(path))
+    model, optimizer = accelerator.prepare(model, muon(model))
+    assert isinstance(model, FSDPModule)
+    train(model, optimizer, part=rank, parts=dist.get_world_size(), steps=3, accelerator=accelerator)
+    return weights(model)
