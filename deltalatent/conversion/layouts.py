@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -23,6 +24,7 @@ from huggingface_hub.errors import StrictDataclassError
 from deltalatent.configuration.configuration_kimi_k3 import (
     KimiK3Config,
     KimiK3TextConfig,
+    KimiK3VisionConfig,
     has_fields_of_this_architecture,
     read_kimi_linear,
 )
@@ -31,10 +33,13 @@ from deltalatent.conversion.mxfp4 import GROUP_SIZE
 from deltalatent.modeling.checkpoint_errors import shortened
 from deltalatent.modeling.modeling_kimi_k3 import KimiK3ForCausalLM
 from deltalatent.modeling.released_layout import MOE_NAME, RELEASED_MOE_NAME, TEXT_PREFIX, VISION_PREFIXES
+from deltalatent.modeling.vision_tower import KimiK3Projector, KimiK3VisionModel
 
 Kind = Literal["text", "composite", "predecessor"]
 
 PLAIN_DTYPES = ("BF16", "F16", "F32")
+
+DAMAGED = "the checkpoint is damaged or belongs to another config"
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 EXPERT = re.compile(
@@ -73,6 +78,8 @@ def read_source(folder: CheckpointFolder) -> Source:
     kind = kind_of(folder)
     fields, config = _text_config(folder, kind)
     names, vision = _split(folder, kind)
+    if vision:
+        check_vision(vision, folder)
     text: dict[str, Piece] = {}
     mlp_layer_types = config.mlp_layer_types
     for name, piece in names.items():
@@ -147,11 +154,6 @@ def _split(folder: CheckpointFolder, kind: Kind) -> tuple[dict[str, Piece], dict
             f"{len(vision)} tensors and {'a' if has_tower else 'no'} `vision_config`: the checkpoint is incomplete, "
             "or the files belong to another config."
         )
-    if wrong := [f"{name} ({piece.dtype})" for name, piece in vision.items() if piece.dtype not in PLAIN_DTYPES]:
-        raise ValueError(
-            f"vision tensors must be {', '.join(PLAIN_DTYPES)}, got {shortened(wrong)}: packed towers are not "
-            "supported; use the checkpoint before it was quantised."
-        )
     return text, vision
 
 
@@ -196,11 +198,8 @@ def text_inventory(config: KimiK3TextConfig) -> dict[str, tuple[int, ...]]:
     Raises:
         ValueError: The config asks for sizes beyond any memory.
     """
-    try:
-        with torch.device("meta"):
-            model = KimiK3ForCausalLM(config)
-    except (RuntimeError, TypeError, OverflowError) as error:
-        raise ValueError(f"the config must describe a model that can be built, got: {error}") from error
+    with _on_meta():
+        model = KimiK3ForCausalLM(config)
     kinds = config.mlp_layer_types
     return {
         name: part.shape
@@ -215,17 +214,16 @@ def check_text(text: dict[str, Piece], config: KimiK3TextConfig, where: str) -> 
     Raises:
         ValueError: Tensors are missing, too many, of another shape or dtype; they are named.
     """
-    advice = "the checkpoint is damaged or belongs to another config"
     layers = {int(match[1]) for name in text if (match := LAYER.fullmatch(name))}
     if layers != set(range(config.num_hidden_layers)):
         odd = sorted(layers ^ set(range(min(config.num_hidden_layers, max(layers, default=0) + 2))))
         raise ValueError(
             f"`{where}` must hold the layers 0 to {config.num_hidden_layers - 1} "
             f"(`num_hidden_layers`={config.num_hidden_layers}), got {len(layers)} layers, unlike for "
-            f"{', '.join(map(str, odd[:8]))}: {advice}."
+            f"{', '.join(map(str, odd[:8]))}: {DAMAGED}."
         )
     if (config.num_experts or 0) > len(text):
-        raise ValueError(f"`{where}` must hold `num_experts`={config.num_experts} per layer, got fewer: {advice}.")
+        raise ValueError(f"`{where}` must hold `num_experts`={config.num_experts} per layer, got fewer: {DAMAGED}.")
 
     found: dict[str, Piece] = {}
     missing, misshapen, mistyped = [], [], []
@@ -248,15 +246,55 @@ def check_text(text: dict[str, Piece], config: KimiK3TextConfig, where: str) -> 
                 mistyped.append(f"{part} ({piece.dtype})")
             else:
                 found[part] = piece.part(0, fitting)
+    _refuse(where, missing, text.keys() - seen, misshapen, mistyped)
+    return found
+
+
+def check_vision(vision: dict[str, Piece], folder: CheckpointFolder) -> None:
+    """Compare the vision part with what `vision_config` describes; raises ValueError as `check_text` does."""
+    config = KimiK3VisionConfig.from_dict(folder.config["vision_config"])
+    depth = config.vt_num_hidden_layers
+    if depth > len(vision):  # building so many takes for ever
+        raise ValueError(f"`{folder.folder}` must hold `vt_num_hidden_layers`={depth} blocks, got fewer: {DAMAGED}.")
+    with _on_meta():
+        parts = zip(VISION_PREFIXES, (KimiK3VisionModel(config), KimiK3Projector(config)), strict=True)
+    inventory = {
+        prefix + name: tuple(tensor.shape) for prefix, part in parts for name, tensor in part.state_dict().items()
+    }
+    _refuse(
+        str(folder.folder),
+        [name for name in inventory if name not in vision],
+        vision.keys() - inventory.keys(),
+        [
+            f"{name} ({piece.shape} in the file, {inventory[name]} expected)"
+            for name, piece in vision.items()
+            if name in inventory and piece.shape != inventory[name]
+        ],
+        [f"{name} ({piece.dtype})" for name, piece in vision.items() if piece.dtype not in PLAIN_DTYPES],
+    )
+
+
+@contextmanager
+def _on_meta() -> Iterator[None]:
+    """Models built here have no memory; ValueError if their sizes are beyond any."""
+    try:
+        with torch.device("meta"):
+            yield
+    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"the config must describe a model that can be built, got: {error}") from error
+
+
+def _refuse(
+    where: str, missing: Iterable[str], surplus: Iterable[str], misshapen: Iterable[str], mistyped: Iterable[str]
+) -> None:
     for problem, names in (
         ("must hold every tensor of its model, got none for", missing),
-        ("must hold no tensor but those of its model, got", text.keys() - seen),
+        ("must hold no tensor but those of its model, got", surplus),
         ("must hold tensors of the shapes that its config asks for, got", misshapen),
         (f"must hold tensors of the dtypes {', '.join(PLAIN_DTYPES)} (packed ones: U8), got", mistyped),
     ):
         if names:
-            raise ValueError(f"`{where}` {problem} {shortened(names)}: {advice}.")
-    return found
+            raise ValueError(f"`{where}` {problem} {shortened(names)}: {DAMAGED}.")
 
 
 def _fitting_shape(name: str, stored: tuple[int, ...], wanted: tuple[int, ...]) -> tuple[int, ...] | None:

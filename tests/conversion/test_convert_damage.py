@@ -150,6 +150,18 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         r"must be of a dtype among .* got F8_E4M3",
     ),
     "another shape": (replace_with(lambda tensor: tensor[..., :-1].contiguous()), r"in the file, .* expected\)"),
+    "tower of another depth": (
+        lambda folder: edit_json(
+            folder / "config.json", lambda config: config["vision_config"].update(vt_num_hidden_layers=4)
+        ),
+        r"must hold every tensor of its model, got none for vision_tower.encoder.blocks.3",
+    ),
+    "tower of another width": (
+        lambda folder: edit_json(
+            folder / "config.json", lambda config: config["vision_config"].update(vt_intermediate_size=65)
+        ),
+        r"vision_tower.encoder.blocks.0.mlp.fc0.weight \(\(64, 32\) in the file, \(65, 32\) expected",
+    ),
     "tower gone": (
         lambda folder: edit_json(folder / "config.json", lambda config: config.update(vision_config=None)),
         r"exactly if its config has a `vision_config`, got 24 tensors and no",

@@ -4,8 +4,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 
-from deltalatent import KimiK3ForCausalLM, KimiK3TextModel
+from deltalatent import KimiK3ForCausalLM, KimiK3TextModel, count_parameters, size_config
+from deltalatent.conversion.layouts import stored_in_float32, text_inventory
 from deltalatent.conversion.mapping import ExpertsConverter, NarrowDecay, PadDecay
 from tests.testing_common import (
     GOLDEN,
@@ -43,74 +46,98 @@ def shapes(tensors: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
-def released_shapes() -> dict[str, tuple[int, ...]]:
-    """Every tensor of a two-layer model, written out: layer 0 is KDA and dense, layer 1 MLA and sparse.
+@dataclass
+class Widths:
+    """Every width of a model, spelled out; the defaults are those of the release."""
 
-    D=32, KDA 3 heads of 8 (24 channels), MLA 2 heads of 16+8 (keys) and 12 (values).
-    """
-    d, inner = 32, 24
-    residuals = {
-        "self_attention_res_norm.weight": (d,),
-        "self_attention_res_proj.weight": (1, d),
-        "mlp_res_norm.weight": (d,),
-        "mlp_res_proj.weight": (1, d),
-        "input_layernorm.weight": (d,),
-        "post_attention_layernorm.weight": (d,),
+    vocabulary: int = 163840
+    d: int = 7168
+    kda_heads: int = 96
+    kda_head: int = 128
+    heads: int = 96
+    nope: int = 128
+    rope: int = 64
+    value: int = 128
+    query_rank: int = 1536
+    kv_rank: int = 512
+    dense: int = 33792
+    experts: int = 896
+    latent: int = 3584
+    expert: int = 3072
+    shared: int = 2 * 3072
+
+
+def released_shapes(layers: list[tuple[str, str]], w: Widths) -> dict[str, tuple[int, ...]]:
+    """Every tensor of a model whose layers are pairs of token mixer and channel mixer, written out."""
+    inner, keys = w.kda_heads * w.kda_head, w.nope + w.rope
+    parts: dict[str, dict[str, tuple[int, ...]]] = {
+        "every layer": {
+            "self_attention_res_norm.weight": (w.d,),
+            "self_attention_res_proj.weight": (1, w.d),
+            "mlp_res_norm.weight": (w.d,),
+            "mlp_res_proj.weight": (1, w.d),
+            "input_layernorm.weight": (w.d,),
+            "post_attention_layernorm.weight": (w.d,),
+        },
+        "KDA": {
+            "self_attn.q_proj.weight": (inner, w.d),
+            "self_attn.k_proj.weight": (inner, w.d),
+            "self_attn.v_proj.weight": (inner, w.d),
+            "self_attn.q_conv1d.weight": (inner, 1, 4),
+            "self_attn.k_conv1d.weight": (inner, 1, 4),
+            "self_attn.v_conv1d.weight": (inner, 1, 4),
+            "self_attn.f_a_proj.weight": (w.kda_head, w.d),
+            "self_attn.f_b_proj.weight": (inner, w.kda_head),
+            "self_attn.A_log": (w.kda_heads,),
+            "self_attn.dt_bias": (inner,),
+            "self_attn.b_proj.weight": (w.kda_heads, w.d),
+            "self_attn.g_proj.weight": (inner, w.d),
+            "self_attn.o_norm.weight": (w.kda_head,),
+            "self_attn.o_proj.weight": (w.d, inner),
+        },
+        "MLA": {
+            "self_attn.q_a_proj.weight": (w.query_rank, w.d),
+            "self_attn.q_a_layernorm.weight": (w.query_rank,),
+            "self_attn.q_b_proj.weight": (w.heads * keys, w.query_rank),
+            "self_attn.kv_a_proj_with_mqa.weight": (w.kv_rank + w.rope, w.d),
+            "self_attn.kv_a_layernorm.weight": (w.kv_rank,),
+            "self_attn.kv_b_proj.weight": (w.heads * (w.nope + w.value), w.kv_rank),
+            "self_attn.g_proj.weight": (w.heads * w.value, w.d),
+            "self_attn.o_proj.weight": (w.d, w.heads * w.value),
+        },
+        "dense": {
+            "mlp.gate_proj.weight": (w.dense, w.d),
+            "mlp.up_proj.weight": (w.dense, w.d),
+            "mlp.down_proj.weight": (w.d, w.dense),
+        },
+        "sparse": {
+            "block_sparse_moe.gate.weight": (w.experts, w.d),
+            "block_sparse_moe.gate.e_score_correction_bias": (w.experts,),
+            "block_sparse_moe.routed_expert_down_proj.weight": (w.latent, w.d),
+            "block_sparse_moe.routed_expert_norm.weight": (w.latent,),
+            "block_sparse_moe.routed_expert_up_proj.weight": (w.d, w.latent),
+            "block_sparse_moe.shared_experts.gate_proj.weight": (w.shared, w.d),
+            "block_sparse_moe.shared_experts.up_proj.weight": (w.shared, w.d),
+            "block_sparse_moe.shared_experts.down_proj.weight": (w.d, w.shared),
+        },
     }
-    kda_and_dense = residuals | {
-        "self_attn.q_proj.weight": (inner, d),
-        "self_attn.k_proj.weight": (inner, d),
-        "self_attn.v_proj.weight": (inner, d),
-        "self_attn.q_conv1d.weight": (inner, 1, 4),
-        "self_attn.k_conv1d.weight": (inner, 1, 4),
-        "self_attn.v_conv1d.weight": (inner, 1, 4),
-        "self_attn.f_a_proj.weight": (8, d),
-        "self_attn.f_b_proj.weight": (inner, 8),
-        "self_attn.A_log": (3,),
-        "self_attn.dt_bias": (inner,),
-        "self_attn.b_proj.weight": (3, d),
-        "self_attn.g_proj.weight": (inner, d),
-        "self_attn.o_norm.weight": (8,),
-        "self_attn.o_proj.weight": (d, inner),
-        "mlp.gate_proj.weight": (64, d),
-        "mlp.up_proj.weight": (64, d),
-        "mlp.down_proj.weight": (d, 64),
-    }
-    mla_and_sparse = residuals | {
-        "self_attn.q_a_proj.weight": (20, d),
-        "self_attn.q_a_layernorm.weight": (20,),
-        "self_attn.q_b_proj.weight": (2 * 24, 20),
-        "self_attn.kv_a_proj_with_mqa.weight": (24 + 8, d),
-        "self_attn.kv_a_layernorm.weight": (24,),
-        "self_attn.kv_b_proj.weight": (2 * (16 + 12), 24),
-        "self_attn.g_proj.weight": (2 * 12, d),
-        "self_attn.o_proj.weight": (d, 2 * 12),
-        "block_sparse_moe.gate.weight": (2, d),
-        "block_sparse_moe.gate.e_score_correction_bias": (2,),
-        "block_sparse_moe.routed_expert_down_proj.weight": (24, d),
-        "block_sparse_moe.routed_expert_norm.weight": (24,),
-        "block_sparse_moe.routed_expert_up_proj.weight": (d, 24),
-        "block_sparse_moe.shared_experts.gate_proj.weight": (2 * 16, d),
-        "block_sparse_moe.shared_experts.up_proj.weight": (2 * 16, d),
-        "block_sparse_moe.shared_experts.down_proj.weight": (d, 2 * 16),
-    }
-    for expert in (0, 1):
-        mla_and_sparse |= {
-            f"block_sparse_moe.experts.{expert}.w1.weight": (16, 24),
-            f"block_sparse_moe.experts.{expert}.w3.weight": (16, 24),
-            f"block_sparse_moe.experts.{expert}.w2.weight": (24, 16),
+    for expert in range(w.experts):
+        parts["sparse"] |= {
+            f"block_sparse_moe.experts.{expert}.w1.weight": (w.expert, w.latent),
+            f"block_sparse_moe.experts.{expert}.w3.weight": (w.expert, w.latent),
+            f"block_sparse_moe.experts.{expert}.w2.weight": (w.latent, w.expert),
         }
-    return (
-        {
-            "model.embed_tokens.weight": (256, d),
-            "model.output_attn_res_norm.weight": (d,),
-            "model.output_attn_res_proj.weight": (1, d),
-            "model.norm.weight": (d,),
-            "lm_head.weight": (256, d),
-        }
-        | {f"model.layers.0.{name}": shape for name, shape in kda_and_dense.items()}
-        | {f"model.layers.1.{name}": shape for name, shape in mla_and_sparse.items()}
-    )
+    expected: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (w.vocabulary, w.d),
+        "model.output_attn_res_norm.weight": (w.d,),
+        "model.output_attn_res_proj.weight": (1, w.d),
+        "model.norm.weight": (w.d,),
+        "lm_head.weight": (w.vocabulary, w.d),
+    }
+    for number, mixers in enumerate(layers):
+        for part in ("every layer", *mixers):
+            expected |= {f"model.layers.{number}.{name}": shape for name, shape in parts[part].items()}
+    return expected
 
 
 def test_names_and_shapes_are_the_released_ones(tmp_path: Path) -> None:
@@ -118,7 +145,26 @@ def test_names_and_shapes_are_the_released_ones(tmp_path: Path) -> None:
     linear = linear_attn_config(kda_layers=[1], full_attn_layers=[2], num_heads=3, head_dim=8)
     fields = {"num_hidden_layers": 2, "num_experts": 2, "num_shared_experts": 2, "v_head_dim": 12}
     model = tiny_model(linear_attn_config=linear, **fields)
-    assert shapes(written(model, tmp_path)) == released_shapes()
+    widths = Widths(
+        256, d=32, kda_heads=3, kda_head=8, heads=2, nope=16, rope=8, value=12, query_rank=20, kv_rank=24,
+        dense=64, experts=2, latent=24, expert=16, shared=2 * 16,
+    )  # fmt: skip
+    assert shapes(written(model, tmp_path)) == released_shapes([("KDA", "dense"), ("MLA", "sparse")], widths)
+
+
+def test_inventory_of_the_release() -> None:
+    """All 249 756 tensors of the released size, from a model without memory: names, shapes, and which are float32."""
+    mixers = ["MLA" if number % 4 == 0 or number == 93 else "KDA" for number in range(1, 94)]
+    expected = released_shapes(list(zip(mixers, ["dense", *["sparse"] * 92], strict=True)), Widths())
+    config = size_config("release")
+    inventory = text_inventory(config)
+    assert inventory == expected
+    assert len(inventory) == 249_756
+    biases = 92 * 896  # are no parameters
+    assert sum(math.prod(shape) for shape in inventory.values()) - biases == count_parameters(config).total
+    in_float32 = {name for name in inventory if stored_in_float32(name)}
+    assert in_float32 == {name for name in inventory if FLOAT32_TENSORS.search(name)}
+    assert len(in_float32) == 69 * 6 + 92  # per KDA layer A, bias, three taps, gated norm; per router the bias
 
 
 @pytest.mark.parametrize("name", TEXT_FIXTURES)
