@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from deltalatent.kernels.gated_rms_norm import gated_rms_norm
 from deltalatent.kernels.kda import kda_chunk, kda_recurrent
+from deltalatent.kernels.latent_attention import latent_attention
 from deltalatent.kernels.short_conv import short_convolution
 
 Dims = Mapping[str, int]
@@ -63,7 +65,7 @@ class Operator:
     """An operator under measurement.
 
     Attributes:
-        tests: files that must pass on the machine before it is timed.
+        tests: files, or tests of files, that must pass on the machine before it is timed.
         make: `(dims, dtype, device) -> Case`.
         work: `(dims, bytes per element) -> Work`.
         implementations: by name, `Case -> outputs`; the first is ours.
@@ -243,6 +245,32 @@ def _norm_work(dims: Dims, size: int) -> Work:
     return Work(3 * elements * size, 0.0, 5 * elements * size)
 
 
+# Latent attention, absorbed
+
+
+def _latent_case(dims: Dims, dtype: torch.dtype, device: torch.device) -> Case:
+    B, T, H, S, R, Q = (dims[letter] for letter in "BTHSRQ")
+    shapes = {"query": (B, T, H, R), "shared_query": (B, T, H, Q), "latent": (B, S, R), "shared_key": (B, S, Q)}
+    return Case({name: torch.randn(shape, dtype=dtype, device=device) for name, shape in shapes.items()})
+
+
+def _latent(impl: str, case: Case) -> Tensors:
+    return (latent_attention(**case.tensors, scale=0.07, impl=impl),)
+
+
+def _latent_sdpa(case: Case) -> Tensors:
+    """PyTorch's attention with the heads of one token as queries of one head, so that it does not copy the cache."""
+    query, shared_query, latent, shared_key = case.tensors.values()
+    queries, keys = torch.cat([query, shared_query], -1), torch.cat([latent, shared_key], -1)
+    return (scaled_dot_product_attention(queries, keys[:, None], latent[:, None], scale=0.07),)
+
+
+def _latent_work(dims: Dims, size: int) -> Work:
+    """Queries and cache are read, outputs written; two products of every query with every latent."""
+    B, T, H, S, R, Q = (dims[letter] for letter in "BTHSRQ")
+    return Work(B * size * (S * (R + Q) + T * H * (2 * R + Q)), 2.0 * B * T * H * S * (2 * R + Q))
+
+
 def _implementations(
     run: Callable[[str, Case], Tensors], fla: Callable[[Case], Tensors] | None = None
 ) -> dict[str, Callable[[Case], Tensors]]:
@@ -256,6 +284,9 @@ def _implementations(
 
 HEAD = {"K": 128, "V": 128}
 STREAMS = {"W": 4, "S": 3}
+SMALL_LATENT = {"B": 1, "T": 1, "R": 192, "Q": 32}
+RELEASED_LATENT = {"B": 1, "T": 1, "R": 512, "Q": 64}
+CONTEXTS = {"8k": 8192, "128k": 131072, "512k": 524288, "1M": 1048576}
 
 OPERATORS: dict[str, Operator] = {
     "kda_chunk": Operator(
@@ -317,5 +348,27 @@ OPERATORS: dict[str, Operator] = {
             "T8192-H32": {"B": 1, "T": 8192, "H": 32, "V": 128},
         },
         tiny={"B": 1, "T": 6, "H": 2, "V": 16},
+    ),
+    "latent_attention": Operator(
+        tests=("tests/kernels/test_latent_attention_triton.py::test_released_widths",),
+        make=_latent_case,
+        work=_latent_work,
+        implementations={
+            "triton": lambda case: _latent("triton", case),
+            "torch": lambda case: _latent("torch", case),
+            "sdpa": _latent_sdpa,
+        },
+        shapes={
+            f"{context}-H{heads}": {"H": heads, "S": tokens} | RELEASED_LATENT
+            for heads in (32, 64, 96)
+            for context, tokens in CONTEXTS.items()
+        }
+        | {
+            f"{context}-small": {"B": 1, "T": 1, "H": 8, "S": CONTEXTS[context], "R": 192, "Q": 32}
+            for context in CONTEXTS
+        }
+        | {"64x8k-H32": {"H": 32, "S": 8192} | RELEASED_LATENT | {"B": 64}},
+        tiny={"B": 1, "T": 1, "H": 2, "S": 12, "R": 16, "Q": 8},
+        modes=(FORWARD,),
     ),
 }

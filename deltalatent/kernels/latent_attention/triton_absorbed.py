@@ -20,10 +20,10 @@ import triton
 import triton.language as tl
 
 LOG2_E = 1.4426950408889634
-MINIMUM_SPLIT = 256
+MINIMUM_SPLIT = 64
 """Fewest cached tokens of a split: joining costs about as much as reading so many."""
-MAXIMUM_SPLITS = 256
-SHARED_MEMORY_RESERVE = 12 * 1024
+MAXIMUM_SPLITS = 512
+SHARED_MEMORY_RESERVE = 8 * 1024
 """Left to the compiler, which passes softmax weights between warps through shared memory."""
 
 
@@ -160,12 +160,18 @@ class LaunchShape(NamedTuple):
 
     Attributes:
         BM: Query vectors. BN: cached tokens.
+        programs: How many are launched per multiprocessor: one hides the latency of another.
     """
 
     BM: int
     BN: int
     num_warps: int
     num_stages: int
+    programs: int = 1
+
+
+FASTEST = (LaunchShape(16, 64, 4, 3, 2), LaunchShape(32, 32, 4, 3, 2), LaunchShape(64, 64, 8, 2, 1))
+"""Measured on an H200 for R + Q = 224, 320 and 576, by number of query vectors (docs/ops/latent_attention.md)."""
 
 
 @functools.cache
@@ -178,7 +184,7 @@ def device_limits(device: torch.device) -> tuple[int, int]:
 
 
 def launch_shape(vectors: int, width: int, itemsize: int, shared_memory: int) -> LaunchShape:
-    """The largest tile, of those that were fast, which fits the shared memory of the device.
+    """The tile that was fastest, cut down until it fits the shared memory of the device.
 
     Args:
         vectors: M, query vectors of a row.
@@ -186,20 +192,26 @@ def launch_shape(vectors: int, width: int, itemsize: int, shared_memory: int) ->
         itemsize: Bytes per element.
         shared_memory: Bytes of shared memory of a program.
     """
-    block_m = min(64, max(16, triton.next_power_of_2(vectors)))
-    while True:
-        for block_n, num_stages in ((64, 2), (32, 2), (32, 1), (16, 1)):
-            if (block_m + block_n * num_stages) * width * itemsize <= shared_memory - SHARED_MEMORY_RESERVE:
-                return LaunchShape(block_m, block_n, 8 if block_m * width > 8192 else 4, num_stages)
-        if block_m == 16:
+    shape = next((shape for shape in FASTEST if vectors <= shape.BM), FASTEST[-1])
+    while (shape.BM + shape.BN * shape.num_stages) * width * itemsize > shared_memory - SHARED_MEMORY_RESERVE:
+        if shape.num_stages > 2:
+            shape = shape._replace(num_stages=2)
+        elif shape.BN > 16:
+            shape = shape._replace(BN=shape.BN // 2)
+        elif shape.BM > 16:
+            shape = shape._replace(BM=shape.BM // 2)
+        elif shape.num_stages > 1:
+            shape = shape._replace(num_stages=1)
+        else:
             raise ValueError(f"a latent of {width} values does not fit {shared_memory} bytes of shared memory.")
-        block_m //= 2
+    return shape
 
 
-def num_splits(vectors_per_row: int, batch_size: int, tokens: int, shape: LaunchShape, processors: int) -> int:
-    """Parts into which the cache is cut: one program per multiprocessor, none of fewer than `MINIMUM_SPLIT` tokens."""
-    programs = batch_size * triton.cdiv(vectors_per_row, shape.BM)
-    return max(1, min(processors // programs, triton.cdiv(tokens, MINIMUM_SPLIT), MAXIMUM_SPLITS))
+def num_splits(vectors: int, batch_size: int, tokens: int, shape: LaunchShape, processors: int) -> int:
+    """Parts into which the cache is cut: enough to fill the device, but none of fewer than `MINIMUM_SPLIT` tokens."""
+    programs = batch_size * triton.cdiv(vectors, shape.BM)
+    wanted = processors * shape.programs // programs
+    return max(1, min(wanted, triton.cdiv(tokens, MINIMUM_SPLIT), MAXIMUM_SPLITS))
 
 
 def _run(
