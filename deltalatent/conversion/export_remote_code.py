@@ -24,6 +24,7 @@ ALWAYS_THERE = sys.stdlib_module_names | {"torch", "transformers", "huggingface_
 
 CONFIGURATION = f"{PACKAGE}.configuration.configuration_kimi_k3"
 TEXT_MODEL = f"{PACKAGE}.modeling.modeling_kimi_k3"
+MULTIMODAL_MODEL = f"{PACKAGE}.modeling.multimodal"
 LAYOUT = f"{PACKAGE}.conversion.mapping"
 EPILOGUE = """
 
@@ -38,7 +39,12 @@ TEXT_CLASSES = {
     "AutoModel": (TEXT_MODEL, "KimiK3TextModel"),
     "AutoModelForCausalLM": (TEXT_MODEL, "KimiK3ForCausalLM"),
 }
-"""Auto class -> module and class of a text model."""
+COMPOSITE_CLASSES = {
+    "AutoConfig": (CONFIGURATION, "KimiK3Config"),
+    "AutoModel": (MULTIMODAL_MODEL, "KimiK3Model"),
+    "AutoModelForImageTextToText": (MULTIMODAL_MODEL, "KimiK3ForConditionalGeneration"),
+}
+"""Auto class -> module and class, of a text model and of one with vision."""
 
 
 def export_remote_code(folder: str | os.PathLike) -> list[Path]:
@@ -84,7 +90,10 @@ def _classes(config: dict, config_file: Path) -> dict[str, tuple[str, str]]:
     model_type = config.get("model_type")
     if model_type in ("kimi_k3_text", "kimi_linear"):
         return TEXT_CLASSES
-    raise ValueError(f"`model_type` of {config_file} must be kimi_k3_text or kimi_linear, got {model_type!r}.")
+    if model_type == "kimi_k3":
+        return COMPOSITE_CLASSES
+    known = "kimi_k3, kimi_k3_text or kimi_linear"
+    raise ValueError(f"`model_type` of {config_file} must be {known}, got {model_type!r}: pass such a folder.")
 
 
 def _flat_sources(entries: list[str]) -> dict[str, str]:
@@ -97,6 +106,9 @@ def _flat_sources(entries: list[str]) -> dict[str, str]:
             continue
         sources[module], needed = _flatten(module)
         waiting += needed
+    # At the end of what Transformers imports, where all that the layout needs has been defined.
+    for module in {*entries} - {CONFIGURATION}:
+        sources[module] += EPILOGUE.format(layout=flat_name(LAYOUT))
     return sources
 
 
@@ -125,10 +137,7 @@ def _flatten(module: str) -> tuple[str, list[str]]:
             indent = " " * node.col_offset
             body = "".join("    " + line for line in lines[first:last])
             lines[first:last] = [f"{indent}try:\n{body}{indent}except ImportError:\n{indent}    raise\n"]
-    source = "".join(lines)
-    if module == TEXT_MODEL:
-        source += EPILOGUE.format(layout=flat_name(LAYOUT))
-    return source, needed
+    return "".join(lines), needed
 
 
 def _rewritten(node: ast.ImportFrom, imported: str, modules: dict[ast.alias, str]) -> list[str]:

@@ -15,29 +15,29 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from deltalatent import KimiK3ForCausalLM
+from deltalatent import KimiK3ForCausalLM, KimiK3ForConditionalGeneration
 from deltalatent.conversion.export_remote_code import export_remote_code, flat_name
 from tests.bare_environment import make_bare_environment
-from tests.testing_common import GOLDEN, tiny_model
+from tests.testing_common import GOLDEN, golden, tiny_model
 
-INPUT_IDS = torch.arange(20).view(2, 10)
+INPUTS = {"input_ids": torch.arange(20).view(2, 10)}
 
 READER = """
 import importlib.util, json, sys
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+import transformers
 
 for package in ("deltalatent", "triton", "accelerate", "peft"):
     if importlib.util.find_spec(package) is not None:
         sys.exit(f"the environment must not have {package}")
 
-source, target, numbers = sys.argv[1:]
-model = AutoModelForCausalLM.from_pretrained(source, trust_remote_code=True).eval()
-input_ids = load_file(numbers)["input_ids"]
+auto_class, source, target, numbers = sys.argv[1:]
+model = getattr(transformers, auto_class).from_pretrained(source, trust_remote_code=True).eval()
+inputs = load_file(numbers)
 with torch.no_grad():
-    logits = model(input_ids).logits
-tokens = model.generate(input_ids, max_new_tokens=4, do_sample=False)
+    logits = model(**inputs).logits
+tokens = model.generate(**inputs, max_new_tokens=4, do_sample=False)
 model.save_pretrained(target)
 save_file({"logits": logits, "tokens": tokens}, numbers)
 print(json.dumps({"class": type(model).__name__, "module": type(model).__module__}))
@@ -64,19 +64,25 @@ def exported(saved, tmp_path) -> Path:
     return folder
 
 
-def numbers_of(model) -> dict[str, torch.Tensor]:
+def numbers_of(model, inputs: dict[str, torch.Tensor] = INPUTS) -> dict[str, torch.Tensor]:
     with torch.no_grad():
-        logits = model.eval()(INPUT_IDS).logits
-    return {"logits": logits, "tokens": model.generate(INPUT_IDS, max_new_tokens=4, do_sample=False)}
+        logits = model.eval()(**inputs).logits
+    return {"logits": logits, "tokens": model.generate(**inputs, max_new_tokens=4, do_sample=False)}
 
 
-def read_without_package(python: Path, folder: Path, workspace: Path) -> tuple[Path, dict[str, torch.Tensor], dict]:
+def read_without_package(
+    python: Path,
+    folder: Path,
+    workspace: Path,
+    auto_class: str = "AutoModelForCausalLM",
+    inputs: dict[str, torch.Tensor] = INPUTS,
+) -> tuple[Path, dict[str, torch.Tensor], dict]:
     """Load, compute and save in the other environment, from an empty module cache."""
     target, numbers = workspace / "saved_again", workspace / "numbers.safetensors"
-    save_file({"input_ids": INPUT_IDS}, numbers)
+    save_file(inputs, numbers)
     environment = {"HF_MODULES_CACHE": str(workspace / "modules"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     run = subprocess.run(
-        [str(python), "-c", READER, str(folder), str(target), str(numbers)],
+        [str(python), "-c", READER, auto_class, str(folder), str(target), str(numbers)],
         env=environment,
         cwd=workspace,
         capture_output=True,
@@ -108,6 +114,21 @@ def test_released_layouts_load_without_the_package(fixture, bare_python, tmp_pat
     export_remote_code(folder)
     _, numbers, _ = read_without_package(bare_python, folder, tmp_path)
     torch.testing.assert_close(numbers, expected, rtol=0, atol=0)
+
+
+def test_composite_loads_without_the_package(bare_python, tmp_path):
+    folder = tmp_path / "composite"
+    shutil.copytree(GOLDEN / "multimodal", folder, copy_function=shutil.copyfile)
+    case = golden("multimodal")
+    inputs = {name: case[name] for name in ("input_ids", "attention_mask", "pixel_values", "grid_thws")}
+    expected = numbers_of(KimiK3ForConditionalGeneration.from_pretrained(folder), inputs)
+    export_remote_code(folder)
+    auto_class = "AutoModelForImageTextToText"
+    target, numbers, loaded = read_without_package(bare_python, folder, tmp_path, auto_class, inputs)
+    assert loaded["class"] == "KimiK3ForConditionalGeneration"
+    torch.testing.assert_close(numbers, expected, rtol=0, atol=0)
+    again = numbers_of(KimiK3ForConditionalGeneration.from_pretrained(target), inputs)
+    torch.testing.assert_close(again, expected, rtol=0, atol=0)
 
 
 def test_the_package_still_loads_the_folder(saved, exported):
