@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from deltalatent import KimiK3ForCausalLM, KimiK3TextConfig, size_config
-from deltalatent.modeling.latent_moe import KimiK3TopKRouter
+from deltalatent.modeling.latent_moe import KimiK3TopKRouter, RouterOutput
 from deltalatent.modeling.modeling_kimi_k3 import KimiK3DecoderLayer
 from deltalatent.modeling.norms import KimiK3RMSNorm
 
@@ -298,12 +298,22 @@ def follow_routing_(leader: nn.Module, *followers: nn.Module) -> None:
     Rounding now and then sends a token to other experts, and this one and all later ones far off; that says nothing
     about arithmetic, so comparisons in low precision keep the experts and test the choice on its own.
     """
-    for routers in zip(*(_routers(model) for model in (leader, *followers)), strict=True):
-        routers[0].register_forward_hook(
-            lambda module, args, output: setattr(module, "last_choice", (output.top_k_index, output.cutoff))
-        )
-        for follower in routers[1:]:
-            follower._choose = lambda biased, first=routers[0]: first.last_choice
+    for first, *others in zip(*(_routers(model) for model in (leader, *followers)), strict=True):
+        first.register_forward_hook(lambda module, args, output: setattr(module, "last_output", output))
+        for follower in others:
+            follower.register_forward_hook(lambda module, args, output, first=first: _as_in(first, module, output))
+
+
+def _as_in(leader: KimiK3TopKRouter, router: KimiK3TopKRouter, output: RouterOutput) -> RouterOutput:
+    """What `router` says, except for the experts and the cutoff, which are those of `leader.last_output`."""
+    weights = output.scores.gather(1, leader.last_output.top_k_index)
+    if router.renormalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return output._replace(
+        top_k_index=leader.last_output.top_k_index,
+        top_k_weights=weights * router.routed_scaling_factor,
+        cutoff=leader.last_output.cutoff,
+    )
 
 
 def _routers(model: nn.Module) -> list[KimiK3TopKRouter]:

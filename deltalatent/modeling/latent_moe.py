@@ -10,7 +10,8 @@ experts, K experts per token.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +19,15 @@ from torch.nn import functional as F
 from transformers.integrations.moe import use_experts_implementation
 
 from deltalatent.configuration.configuration_kimi_k3 import KimiK3TextConfig
-from deltalatent.kernels.autocast import float32_autocast_disabled
+from deltalatent.kernels.experts import grouped_experts_reference
+from deltalatent.kernels.router import choose_experts, router_logits
 from deltalatent.kernels.situ import situ_glu
+from deltalatent.modeling.experts_backends import register_experts_backends
 from deltalatent.modeling.norms import KimiK3RMSNorm
 from deltalatent.modeling.precision import KeepFloat32
 from deltalatent.modeling.quantile_balancing import QuantileHistogram
+
+register_experts_backends()
 
 
 def gated_activation(config: KimiK3TextConfig, gate: Tensor, up: Tensor) -> Tensor:
@@ -104,30 +109,17 @@ class KimiK3TopKRouter(KeepFloat32):
 
     def forward(self, hidden_states: Tensor) -> RouterOutput:
         """[T, D] -> `RouterOutput`."""
-        with float32_autocast_disabled(hidden_states.device):
-            acc = torch.promote_types(hidden_states.dtype, torch.float32)
-            router_logits = F.linear(hidden_states.to(acc), self.weight.to(acc))
-            scores = router_logits.sigmoid()
-            with torch.no_grad():
-                top_k_index, cutoff = self._choose(scores + self.e_score_correction_bias)
-            weights = scores.gather(1, top_k_index)
-            if self.renormalize:
-                weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
-            return RouterOutput(router_logits, top_k_index, weights * self.routed_scaling_factor, scores, cutoff)
-
-    def _choose(self, biased: Tensor) -> tuple[Tensor, Tensor]:
-        """[T, E] -> the K best [T, K] and the value of the best one left out [T]."""
-        if self.num_expert_group > 1:
-            grouped = biased.unflatten(1, (self.num_expert_group, -1))  # [T, G, E/G]
-            rank = grouped.topk(2, dim=-1).values.sum(-1)
-            kept = torch.zeros_like(rank, dtype=torch.bool).scatter_(
-                1, rank.topk(self.topk_group, dim=-1).indices, True
-            )
-            biased = grouped.masked_fill(~kept[..., None], -torch.inf).flatten(1)
-        if self.top_k == self.num_experts:
-            return biased.topk(self.top_k, dim=-1).indices, biased.new_full(biased.shape[:1], -torch.inf)
-        values, index = biased.topk(self.top_k + 1, dim=-1)
-        return index[:, :-1], values[:, -1]
+        logits = router_logits(hidden_states, self.weight)
+        choice = choose_experts(
+            logits,
+            self.e_score_correction_bias.to(logits.dtype),
+            self.top_k,
+            renormalize=self.renormalize,
+            scaling_factor=self.routed_scaling_factor,
+            num_groups=self.num_expert_group,
+            top_groups=self.topk_group,
+        )
+        return RouterOutput(logits, choice.index, choice.weights, choice.scores, choice.cutoff)
 
 
 @use_experts_implementation
@@ -144,6 +136,13 @@ class KimiK3Experts(nn.Module):
         self.gate_up_proj = nn.Parameter(torch.empty(self.num_experts, 2 * self.intermediate_dim, self.hidden_dim))
         self.down_proj = nn.Parameter(torch.empty(self.num_experts, self.hidden_dim, self.intermediate_dim))
 
+    def gated_unit_options(self) -> dict[str, Any]:
+        """Arguments of `grouped_experts` that say which gated unit this is; our experts backend calls it."""
+        if self.config.hidden_act != "situ":
+            return {"activation": "silu"}
+        caps = {"beta": self.config.activation_situ_beta, "linear_beta": self.config.activation_situ_linear_beta}
+        return {"activation": "situ"} | caps
+
     def _apply_gate(self, gate_up: Tensor) -> Tensor:
         """[..., 2I] -> [..., I]; the experts backends of Transformers call this."""
         return gated_activation(self.config, *gate_up.chunk(2, dim=-1))
@@ -159,15 +158,10 @@ class KimiK3Experts(nn.Module):
         Returns:
             [T, Z] in the dtype of `hidden_states`; products with the weights and the sum are float32.
         """
-        output = torch.zeros_like(hidden_states, dtype=torch.promote_types(hidden_states.dtype, top_k_weights.dtype))
-        for expert in top_k_index.unique().tolist():
-            if expert >= self.num_experts:
-                continue
-            token, slot = torch.where(top_k_index == expert)
-            hidden = self._apply_gate(F.linear(hidden_states[token], self.gate_up_proj[expert]))
-            hidden = F.linear(hidden, self.down_proj[expert])
-            output = output.index_add(0, token, (hidden * top_k_weights[token, slot, None]).to(output.dtype))
-        return output.to(hidden_states.dtype)
+        gated_unit = functools.partial(gated_activation, self.config)
+        return grouped_experts_reference(
+            hidden_states, self.gate_up_proj, self.down_proj, top_k_index, top_k_weights, gated_unit
+        )
 
 
 class KimiK3SparseMoE(nn.Module):

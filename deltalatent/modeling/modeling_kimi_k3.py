@@ -36,6 +36,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from deltalatent.configuration.configuration_kimi_k3 import KimiK3TextConfig
+from deltalatent.kernels.dispatch import triton_obstacle
 from deltalatent.kernels.latent_attention import document_groups
 from deltalatent.kernels.linear_cross_entropy import linear_cross_entropy
 from deltalatent.kernels.sequence_layout import SequenceLayout, sequence_layout
@@ -48,6 +49,7 @@ from deltalatent.modeling.checkpoint_errors import (
     unreadable_files,
 )
 from deltalatent.modeling.delta_attention import KimiK3DeltaAttention, KimiK3ShortConvolution
+from deltalatent.modeling.experts_backends import GROUPED_MM_MULTIPLE
 from deltalatent.modeling.latent_attention import CausalView, KimiK3LatentAttention
 from deltalatent.modeling.latent_moe import (
     KimiK3Experts,
@@ -63,9 +65,6 @@ from deltalatent.modeling.sharding import ShardedLoading
 
 INITIAL_DECAY_RANGE = (1e-3, 1e-1)
 """Initial decay per token and channel, log-uniform (Mamba-2, arXiv 2405.21060; Gated DeltaNet, arXiv 2412.06464)."""
-
-GROUPED_MM_MULTIPLE = 8
-"""Grouped matrix products want rows of a multiple of 16 bytes: 8 half-precision values."""
 
 
 class KimiK3DecoderLayer(GradientCheckpointingLayer):
@@ -195,6 +194,12 @@ class KimiK3PreTrainedModel(ShardedLoading, PreTrainedModel):
     def _can_set_experts_implementation(cls) -> bool:
         # The base class searches the source of this file for the experts class, which is in latent_moe.py.
         return True
+
+    def get_correct_experts_implementation(self, requested_experts: str | None) -> str:
+        """As in Transformers; without a request `"auto"` on a machine whose GPU can run our kernels."""
+        if requested_experts is None and torch.cuda.is_available() and triton_obstacle(torch.device("cuda")) is None:
+            return "auto"
+        return super().get_correct_experts_implementation(requested_experts)
 
     def _grouped_mm_can_dispatch(self) -> bool:
         """Whether `experts_implementation="grouped_mm"` can run; where it cannot, the default becomes `"eager"`."""

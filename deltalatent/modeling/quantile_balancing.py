@@ -25,15 +25,14 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers.utils import logging
 
+from deltalatent.kernels.router import bin_range, count_required_biases
+
 __all__ = ["DEFAULT_NUM_BINS", "QuantileHistogram", "exact_next_bias", "reduce_histograms", "sign_rule_next_bias"]
 
 logger = logging.get_logger(__name__)
 
 # B of the report: with required biases in a range about 2 wide a bin is 2e-3, far below the spread of sigmoid scores.
 DEFAULT_NUM_BINS = 1000
-
-# Elements of the flat bin index built at a time (int64, so 32 MiB): 8192 tokens x 896 experts take two rounds.
-_INDEX_ELEMENTS = 1 << 22
 
 # So many micro-batches in one optimizer step are unheard of, so a histogram this full is one that nobody reads.
 _UNREAD_FORWARDS = 256
@@ -158,30 +157,9 @@ class QuantileHistogram:
             if self._unread == _UNREAD_FORWARDS:
                 logger.warning_once(_UNREAD_WARNING)
 
-        flat = self.allocate(scores.device)
-        low, width = _histogram_range(selection_bias)
-        counted = torch.isfinite(cutoff)
-        if mask is not None:
-            counted = counted & mask
-        flat[-1] += counted.sum()
-        loads = self.loads
-        if selected is not None:
-            ones = counted.to(torch.int32)[:, None].expand_as(selected).reshape(-1)
-            loads.scatter_add_(0, selected.reshape(-1), ones)
-
-        num_counts = self.num_experts * self.num_bins
-        first_bin = torch.arange(self.num_experts, device=scores.device) * self.num_bins
-        rows = max(1, _INDEX_ELEMENTS // self.num_experts)
-        for start in range(0, scores.shape[0], rows):
-            piece = slice(start, start + rows)
-            ones = counted[piece].to(torch.int32)[:, None].expand(-1, self.num_experts)  # [t, E]
-            if selected is None:
-                above = scores[piece] + selection_bias > cutoff[piece, None]
-                loads += (above & counted[piece, None]).sum(dim=0, dtype=torch.int32)
-            required = cutoff[piece, None] - scores[piece]
-            # The clamp comes after the cast: it also keeps the index of a NaN, whose count is 0, inside the tensor.
-            bins = ((required - low) * (self.num_bins / width)).long().clamp_(0, self.num_bins - 1)
-            flat[:num_counts].scatter_add_(0, bins.add_(first_bin).reshape(-1), ones.reshape(-1))
+        count_required_biases(
+            self.allocate(scores.device), scores, cutoff, selection_bias, mask, selected, self.num_bins
+        )
 
     @torch.no_grad()
     def next_bias(self, bias: Tensor) -> Tensor:
@@ -204,7 +182,7 @@ class QuantileHistogram:
         """
         _check_bias(bias, self.num_experts)
         self.allocate(bias.device)
-        low, width = _histogram_range(bias)
+        low, width = bin_range(bias)
         tokens = self.tokens.long()
         target = tokens * self.top_k  # E * q: ranks are kept multiplied by E, hence integers
         cumulative = self.counts.cumsum(dim=1, dtype=torch.int64)  # [E, B]
@@ -261,12 +239,6 @@ def _check_bias(bias: Tensor, num_experts: int) -> None:
         )
     if bias.shape != (num_experts,):
         raise ValueError(f"the selection bias must be [num_experts={num_experts}], got {tuple(bias.shape)}.")
-
-
-def _histogram_range(bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Lower edge and width of the range ``[min(b) - 1, max(b) + 1]`` of the bins, each []."""
-    low, high = torch.aminmax(bias)
-    return low - 1, high - low + 2
 
 
 @torch.no_grad()

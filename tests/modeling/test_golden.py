@@ -206,12 +206,13 @@ def test_bf16_is_as_good_as_rounding_allows(case: Golden) -> None:
 
 def test_bf16_default_experts_run_at_any_width() -> None:
     """Grouped matrix products want rows of 16 bytes; a width of 20 must not end in an error of the operator."""
-    assert load(golden("text_bf16layout")).config._experts_implementation == "grouped_mm"
+    default = "auto" if torch.cuda.is_available() else None
+    assert load(golden("text_bf16layout")).config._experts_implementation == (default or "grouped_mm")
     case = golden("text_leftpad")
     assert case.config["moe_intermediate_size"] == 20
     model = load(case, dtype="auto")
     assert model.dtype == torch.bfloat16
-    assert model.config._experts_implementation == "eager"
+    assert model.config._experts_implementation == (default or "eager")
     assert torch.isfinite(model(**case.inputs).logits[case.real]).all()
     with pytest.raises(ValueError, match=r"multiples of 8, got moe_intermediate_size=20"):
         load(case, experts_implementation="grouped_mm")

@@ -1,0 +1,199 @@
+# Copyright 2026 The deltalatent authors.
+# SPDX-License-Identifier: Apache-2.0
+r"""Tile sizes, and the launches that make up a forward and a backward pass of the routed experts.
+
+Forward, for the hidden values h of a pair, its activated values a = act(h), and the routing weight w:
+
+    h = W_gate_up x,   y = W_down a,   output = sum over the K pairs of a token of w y
+
+Backward, with the token's gradient u and v = W_down^T u:
+
+    gradient of w         = v . a
+    gradient of h         = w v act'(h)
+    gradient of W_down    = u (w a)^T, summed over the rows of the expert
+    gradient of W_gate_up = (gradient of h) x^T, summed over the rows of the expert
+    gradient of x         = W_gate_up^T (gradient of h), summed over the K pairs of the token
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from deltalatent.kernels.experts.plan_layout import SMALLEST_TILE, Plan, plan_views
+from deltalatent.kernels.experts.triton_plan import make_plan
+from deltalatent.kernels.experts.triton_products import product_kernel, weight_gradient_kernel
+from deltalatent.kernels.experts.triton_rows import combine_kernel, gated_unit_backward_kernel, gated_unit_kernel
+
+
+class ProductTile(NamedTuple):
+    """Block sizes and launch parameters of the products: output channels, depth, and rows in the plan's tiles."""
+
+    BM: int
+    BK: int
+    BT: int
+    TAIL: int
+    warps: int
+    stages: int
+
+
+class GradientTile(NamedTuple):
+    """Block sizes and launch parameters of the weight gradients; `tiles` of them per program."""
+
+    BM: int
+    BN: int
+    BK: int
+    tiles: int
+    warps: int
+    stages: int
+
+
+class Config(NamedTuple):
+    """What is chosen for a call from its shapes, its dtype and the device alone."""
+
+    product: ProductTile
+    gradient: GradientTile
+    tma: bool
+    precision: str
+
+
+def choose_config(num_pairs: int, num_experts: int, dtype: torch.dtype, device: torch.device) -> Config:
+    """Tiles as tall as an expert has rows on average, if all are chosen equally often."""
+    average = num_pairs / num_experts
+    BT = next(rows for rows in (SMALLEST_TILE, 32, 64, 128) if average <= 0.75 * rows or rows == 128)
+    has_cuda = device.type == "cuda" and torch.version.hip is None
+    is_hopper = has_cuda and torch.cuda.get_device_capability(device) >= (9, 0)
+    if dtype == torch.float32:
+        BT = min(BT, 64)
+        # Three tf32 products make one of float32 precision.
+        return Config(ProductTile(64, 32, BT, 0, 4, 2), GradientTile(64, 64, 32, 1, 4, 2), False, "tf32x3")
+    gradient = GradientTile(128, 128, 64, 4, 8, 2)
+    if BT <= 32:
+        return Config(ProductTile(64, 128, BT, 0, 4, 4 if is_hopper else 2), gradient, False, "tf32")
+    if BT == 64:
+        return Config(ProductTile(128, 64, 64, 0, 4, 3), gradient, is_hopper, "tf32")
+    return Config(ProductTile(128, 64, 128, 32 if average < 512 else 0, 4, 3), gradient, is_hopper, "tf32")
+
+
+def grouped_product(
+    x: Tensor, w: Tensor, plan: Plan, config: Config, *, top_k: int, gather: bool, transposed: bool
+) -> Tensor:
+    """Rows x [S, IN] (`gather`: tokens [T, IN]) times w [E, OUT, IN] (`transposed`: [E, IN, OUT]): [S, OUT]."""
+    tile = config.product
+    IN, OUT = w.shape[1:] if transposed else (w.shape[2], w.shape[1])
+    y = torch.empty(plan.order.shape[0], OUT, dtype=x.dtype, device=x.device)
+    # The copy engine wants rows and addresses of a multiple of 16 bytes.
+    tma = config.tma and w.shape[2] * w.element_size() % 16 == 0 and w.data_ptr() % 16 == 0
+    block = [1, tile.BK, tile.BM] if transposed else [1, tile.BM, tile.BK]
+    product_kernel[(plan.num_tiles * triton.cdiv(OUT, tile.BM),)](
+        x, TensorDescriptor.from_tensor(w, block) if tma else w, plan.order, plan.tiles, y,
+        plan.num_tiles, top_k, OUT, IN,
+        GATHER=gather, TRANSPOSED=transposed, BM=tile.BM, BT=tile.BT, TAIL=tile.TAIL, BK=tile.BK, TMA=tma,
+        EVEN_M=OUT % tile.BM == 0, EVEN_K=IN % tile.BK == 0, PRECISION=config.precision,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return y
+
+
+def weight_gradient(
+    left: Tensor, right: Tensor, w: Tensor, plan: Plan, config: Config, *, top_k: int, gather_left: bool
+) -> Tensor:
+    """Like w [E, M, N]: the sum of left [., M] times right [., N] over each expert's rows; one of them is gathered."""
+    tile = config.gradient
+    E, M, N = w.shape
+    dw = torch.empty(E, M, N, dtype=w.dtype, device=w.device)
+    groups = triton.cdiv(triton.cdiv(N, tile.BN), tile.tiles)
+    weight_gradient_kernel[(E * triton.cdiv(M, tile.BM) * groups,)](
+        left, right, plan.order, plan.offsets, dw, top_k, M, N,
+        GATHER_LEFT=gather_left, BM=tile.BM, BN=tile.BN, BK=tile.BK, TILES=tile.tiles,
+        EVEN_M=M % tile.BM == 0, EVEN_N=N % tile.BN == 0, PRECISION=config.precision,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return dw
+
+
+def combine(y: Tensor, weights: Tensor | None, plan: Plan, num_tokens: int) -> Tensor:
+    """Rows y [S, Z] summed per token, with weights [T, K] if given: [T, Z]."""
+    Z = y.shape[1]
+    out = torch.empty(num_tokens, Z, dtype=y.dtype, device=y.device)
+    BZ = min(1024, triton.next_power_of_2(Z))
+    BT = 1024 // BZ
+    combine_kernel[(triton.cdiv(num_tokens, BT), triton.cdiv(Z, BZ))](
+        y, weights, plan.inverse, out, num_tokens, Z,
+        K=y.shape[0] // max(num_tokens, 1), WEIGHTED=weights is not None, BT=BT, BZ=BZ, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def gated_unit(hidden: Tensor, situ: bool, beta: float, linear_beta: float) -> Tensor:
+    """[S, 2F] -> [S, F]."""
+    S, F = hidden.shape[0], hidden.shape[1] // 2
+    activated = torch.empty(S, F, dtype=hidden.dtype, device=hidden.device)
+    BF = min(512, triton.next_power_of_2(F))
+    BS = 2048 // BF
+    gated_unit_kernel[(triton.cdiv(S, BS), triton.cdiv(F, BF))](
+        hidden, activated, S, F, beta, linear_beta, SITU=situ, BS=BS, BF=BF, num_warps=8
+    )
+    return activated
+
+
+def gated_unit_backward(
+    v: Tensor, hidden: Tensor, weights: Tensor, plan: Plan, situ: bool, beta: float, linear_beta: float
+) -> tuple[Tensor, Tensor]:
+    """Gradients of the hidden values and of the routing weights; v [S, F] becomes weight times activated value."""
+    S, F = v.shape
+    dhidden, dweights = torch.empty_like(hidden), torch.empty_like(weights)
+    BF = min(512, triton.next_power_of_2(F))
+    BS = 1024 // BF
+    gated_unit_backward_kernel[(triton.cdiv(S, BS),)](
+        v, hidden, plan.order, plan.offsets, weights, dhidden, dweights, S, plan.offsets.shape[0] - 1, F, beta,
+        linear_beta, SITU=situ, BS=BS, BF=BF, num_warps=4,
+    )  # fmt: skip
+    return dhidden, dweights
+
+
+def experts_forward(
+    x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weights: Tensor,
+    situ: bool, beta: float, linear_beta: float, save: bool,
+) -> list[Tensor]:  # fmt: skip
+    """The output, and if `save` the hidden values [S, 2F] and the plan's integers; all inputs contiguous."""
+    num_tokens, top_k = index.shape
+    config = choose_config(index.numel(), gate_up.shape[0], x.dtype, x.device)
+    tile = config.product
+    integers, plan = make_plan(index, gate_up.shape[0], tile.BT, tile.TAIL)
+    hidden = grouped_product(x, gate_up, plan, config, top_k=top_k, gather=True, transposed=False)
+    activated = gated_unit(hidden, situ, beta, linear_beta)
+    if not save:
+        del hidden
+    y = grouped_product(activated, down, plan, config, top_k=top_k, gather=False, transposed=False)
+    del activated
+    output = combine(y, weights, plan, num_tokens)
+    return [output, hidden, integers] if save else [output]
+
+
+def experts_backward(
+    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, hidden: Tensor, integers: Tensor, dy: Tensor,
+    situ: bool, beta: float, linear_beta: float, needed: list[bool],
+) -> list[Tensor]:  # fmt: skip
+    """Gradients of x, gate_up, down and weights, empty where not `needed`; all inputs contiguous."""
+    num_tokens, top_k = weights.shape
+    config = choose_config(weights.numel(), gate_up.shape[0], x.dtype, x.device)
+    tile = config.product
+    plan = plan_views(integers, weights.numel(), gate_up.shape[0], tile.BT, tile.TAIL)
+    dx, dgate_up, ddown = (x.new_empty(0) for _ in range(3))
+    v = grouped_product(dy, down, plan, config, top_k=top_k, gather=True, transposed=True)
+    dhidden, dweights = gated_unit_backward(v, hidden, weights, plan, situ, beta, linear_beta)
+    if needed[2]:
+        ddown = weight_gradient(dy, v, down, plan, config, top_k=top_k, gather_left=True)
+    del v
+    if needed[1]:
+        dgate_up = weight_gradient(dhidden, x, gate_up, plan, config, top_k=top_k, gather_left=False)
+    if needed[0]:
+        dxs = grouped_product(dhidden, gate_up, plan, config, top_k=top_k, gather=False, transposed=True)
+        del dhidden
+        dx = combine(dxs, None, plan, num_tokens)
+    return [dx, dgate_up, ddown, dweights if needed[3] else weights.new_empty(0)]
