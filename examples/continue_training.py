@@ -40,7 +40,7 @@ class Arguments(TrainingArguments):
     max_length: int = HfArg(default=512, help="Longer documents are cut into pieces of so many tokens.")
 
     output_dir: str | None = HfArg(default="runs/continued", help="Where checkpoints and the model are written.")
-    max_steps: int = HfArg(default=100, help="Optimizer steps; -1 to follow `--num_train_epochs`.")
+    max_steps: int = HfArg(default=60, help="Optimizer steps; -1 to follow `--num_train_epochs`.")
     per_device_train_batch_size: int = HfArg(default=4, help="Pieces that are packed into one row.")
     learning_rate: float = HfArg(default=5e-4, help="Peak learning rate, lower than that of the first training.")
     lr_scheduler_type: str = HfArg(default="cosine", help="Learning rate schedule.")

@@ -37,7 +37,7 @@ class Arguments(DPOConfig):
     bf16: bool | None = HfArg(default=False, help="Products in bf16; the adapters stay float32.")
     gradient_checkpointing: bool = HfArg(default=False, help="Recompute activations: less memory, more time.")
     output_dir: str | None = HfArg(default="runs/dpo_trl", help="Where the adapter is written.")
-    max_steps: int = HfArg(default=50, help="Optimizer steps; -1 to follow `--num_train_epochs`.")
+    max_steps: int = HfArg(default=60, help="Optimizer steps; -1 to follow `--num_train_epochs`.")
     per_device_train_batch_size: int = HfArg(default=4, help="Preferences per device and step.")
     learning_rate: float = HfArg(default=5e-4, help="Peak learning rate.")
     warmup_steps: float = HfArg(default=5, help="Steps of linear warm-up.")

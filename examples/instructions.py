@@ -16,11 +16,12 @@ from pathlib import Path
 import datasets
 from transformers import PreTrainedTokenizerBase
 
-# `generation` marks what the assistant says: losses on answers alone are computed from it.
+# `generation` marks what the assistant says: losses on answers alone are computed from it. The prompt ends with a line
+# break, which no tokenizer of ours merges with a word: tokens of the prompt must not depend on the answer.
 CHAT_TEMPLATE = (
     "{%- for message in messages %}"
     "{%- if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}"
-    "{%- else %}{{ 'Question: ' + message['content'] + '\\nAnswer: ' }}{%- endif %}"
+    "{%- else %}{{ 'Question: ' + message['content'] + '\\nAnswer:\\n' }}{%- endif %}"
     "{%- endfor %}"
 )
 

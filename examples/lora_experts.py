@@ -34,7 +34,7 @@ class Arguments(TrainingArguments):
     rank: int = HfArg(default=4, help="Rank of the adapter of each expert.")
 
     output_dir: str | None = HfArg(default="runs/lora_experts", help="Where adapter and merged model are written.")
-    max_steps: int = HfArg(default=100, help="Optimizer steps; -1 to follow `--num_train_epochs`.")
+    max_steps: int = HfArg(default=60, help="Optimizer steps; -1 to follow `--num_train_epochs`.")
     per_device_train_batch_size: int = HfArg(default=4, help="Sequences per device and step.")
     learning_rate: float = HfArg(default=2e-3, help="Peak learning rate.")
     lr_scheduler_type: str = HfArg(default="cosine", help="Learning rate schedule.")

@@ -37,7 +37,7 @@ class Arguments(SFTConfig):
     bf16: bool | None = HfArg(default=False, help="Products in bf16; the weights stay float32.")
     gradient_checkpointing: bool = HfArg(default=False, help="Recompute activations: less memory, more time.")
     output_dir: str | None = HfArg(default="runs/sft_trl", help="Where checkpoints and the model are written.")
-    max_steps: int = HfArg(default=100, help="Optimizer steps; -1 to follow `--num_train_epochs`.")
+    max_steps: int = HfArg(default=60, help="Optimizer steps; -1 to follow `--num_train_epochs`.")
     per_device_train_batch_size: int = HfArg(default=2, help="Packed rows per device and step.")
     learning_rate: float = HfArg(default=5e-4, help="Peak learning rate.")
     lr_scheduler_type: str = HfArg(default="cosine", help="Learning rate schedule.")

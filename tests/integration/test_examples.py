@@ -162,7 +162,7 @@ def test_labels_are_the_answers_alone(base: Path) -> None:
         question, answer = (message["content"] for message in conversation["messages"])
         spoken = [token for token in row["labels"] if token != -100]
         assert tokenizer.decode(spoken) == f"{answer}{tokenizer.eos_token}"
-        assert tokenizer.decode(row["input_ids"]) == f"Question: {question}\nAnswer: {answer}{tokenizer.eos_token}"
+        assert tokenizer.decode(row["input_ids"]) == f"Question: {question}\nAnswer:\n{answer}{tokenizer.eos_token}"
 
 
 def test_other_data_needs_its_columns(tmp_path: Path) -> None:
