@@ -199,6 +199,16 @@ def test_triton_operators_are_registered_consistently():
     torch.library.opcheck(torch.ops.deltalatent.choose_experts, (logits.requires_grad_(), bias, 3, True, 2.5))
 
 
+@needs_triton
+@pytest.mark.parametrize(("T", "D", "E"), [(3, 300, 7), (66, 192, 5)], ids=["few-tokens", "many-tokens"])
+def test_triton_logits(T, D, E):
+    from deltalatent.kernels.router.triton_kernels import logits
+
+    x, weight = (torch.randn(n, D, device=DEVICE).half() for n in (T, E))
+    exact, plain = (x.to(dtype) @ weight.to(dtype).T for dtype in (torch.float64, torch.float32))
+    assert_as_exact_as_plain(logits(x, weight), exact, plain, "logits")
+
+
 def test_kernels_under_the_interpreter():
     run_under_interpreter(__file__)
 

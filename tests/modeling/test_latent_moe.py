@@ -10,7 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.activations import ACT2FN
+from transformers.integrations.moe import use_experts_implementation
 
+from deltalatent.kernels import dispatch
+from deltalatent.kernels.experts import grouped_experts_reference
 from deltalatent.kernels.situ import situ_glu
 from deltalatent.modeling.latent_moe import KimiK3Experts, KimiK3MLP, KimiK3SparseMoE, KimiK3TopKRouter
 from tests.testing_common import assert_close, max_error, random_ids, randomize_, tiny_config, tiny_model
@@ -214,6 +218,125 @@ def test_an_expert_without_tokens_has_gradient_zero(implementation: str) -> None
     for name, parameter in experts.named_parameters():
         for expert in range(8):
             assert parameter.grad[expert].any() == (expert in (0, 5)), f"{name} of expert {expert}"
+
+
+@pytest.mark.parametrize(("width", "expected"), [(16, "grouped_mm"), (20, "eager")])
+def test_auto_without_a_gpu_is_the_default_of_transformers(
+    width: int, expected: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(dispatch, "_announced", set())
+    experts = moe(implementation="auto", moe_intermediate_size=width).experts
+    x, index, weights = torch.randn(9, 24), torch.randint(0, 8, (9, 2)), torch.rand(9, 2)
+    with caplog.at_level("INFO", logger="deltalatent"):
+        assert_close(experts(x, index, weights), expert_sum(experts, x, index, weights))
+    assert f"experts_implementation: auto chose {expected} on cpu (deltalatent: " in caplog.text
+
+
+def test_our_kernels_say_why_they_cannot_run() -> None:
+    experts = moe(implementation="deltalatent").experts
+    arguments = torch.randn(3, 24), torch.zeros(3, 2, dtype=torch.int64), torch.rand(3, 2)
+    with pytest.raises((ValueError, ImportError), match=r"cannot run: .*(got tensors on 'cpu'|pip install)"):
+        experts(*arguments)
+    with pytest.raises(TypeError, match=r"cannot run: .*float16 or bfloat16, got torch\.float64"):
+        experts.double()(arguments[0].double(), *arguments[1:])
+
+
+@use_experts_implementation
+class ForeignExperts(nn.Module):
+    """SwiGLU experts as models of Transformers have them."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.num_experts = config.num_experts
+        self.gate_up_proj = nn.Parameter(torch.empty(config.num_experts, 32, 24))
+        self.down_proj = nn.Parameter(torch.empty(config.num_experts, 24, 16))
+        self.act_fn = ACT2FN[config.hidden_act]
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        def gated_unit(gate: Tensor, up: Tensor) -> Tensor:
+            return self.act_fn(gate) * up
+
+        weights = self.gate_up_proj, self.down_proj
+        return grouped_experts_reference(hidden_states, *weights, top_k_index, top_k_weights, gated_unit)
+
+
+def foreign_experts(implementation: str, hidden_act: str) -> nn.Module:
+    config = tiny_config("silu", experts_implementation=implementation)
+    config.hidden_act = hidden_act
+    return randomize_(ForeignExperts(config))
+
+
+def test_our_kernels_refuse_other_gated_units() -> None:
+    arguments = torch.randn(3, 24), torch.zeros(3, 2, dtype=torch.int64), torch.rand(3, 2)
+    with pytest.raises(ValueError, match="needs SwiGLU experts without bias or norm, gate rows first, got ForeignExp"):
+        foreign_experts("deltalatent", "gelu")(*arguments)
+    assert foreign_experts("auto", "gelu")(*arguments).shape == (3, 24)
+    with pytest.raises((ValueError, ImportError), match=r"cannot run: .*(got tensors on 'cpu'|pip install)"):
+        foreign_experts("deltalatent", "silu")(*arguments)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("variant", ["default", "silu", "foreign"])
+def test_gpu_our_kernels_agree_with_the_loop(variant: str, dtype: torch.dtype) -> None:
+    """Output and gradients against float64; the loop in the same precision is the measure of what is allowed."""
+
+    def run(implementation: str, dtype: torch.dtype) -> list[Tensor]:
+        if variant == "foreign":
+            experts = foreign_experts(implementation, "silu")
+        else:
+            experts = moe(variant, implementation).experts
+        experts = experts.to("cuda", dtype)
+        leaves = [x.to("cuda", dtype).requires_grad_(), weights.cuda().requires_grad_(), *experts.parameters()]
+        output = experts(leaves[0], index.cuda(), leaves[1])
+        return [output, *torch.autograd.grad(output, leaves, grad.to("cuda", dtype))]
+
+    x, grad = torch.randn(100, 24).to(dtype), torch.randn(100, 24).to(dtype)
+    index, weights = torch.randint(0, 8, (100, 2)), torch.rand(100, 2)
+    exact = run("eager", torch.float64)
+    for actual, expected, plain in zip(run("auto", dtype), exact, run("eager", dtype), strict=True):
+        error, allowed = (typical_size(other.double() - expected) for other in (actual, plain))
+        assert error <= 2 * allowed + torch.finfo(dtype).eps * typical_size(expected)
+
+
+def typical_size(tensor: Tensor) -> float:
+    return tensor.detach().square().mean().sqrt().item()
+
+
+@pytest.mark.gpu
+def test_gpu_the_default_runs_our_kernels(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_announced", set())
+    model = tiny_model().cuda()
+    assert model.config._experts_implementation == "auto"
+    ids = random_ids(model.config).cuda()
+    with caplog.at_level("INFO", logger="deltalatent"):
+        logits = model(ids).logits
+    assert "experts_implementation: auto chose deltalatent on cuda" in caplog.text
+    model.set_experts_implementation("eager")
+    assert_close(logits, model(ids).logits, 1e-4)
+    assert torch.isfinite(model.cpu()(ids.cpu()).logits).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_gpu_training_step_under_compile(checkpointing: bool) -> None:
+    """Loss and counts of an eager step."""
+    results = []
+    for compiled in (False, True):
+        model = tiny_model().cuda().train()
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        run = torch.compile(model, backend="aot_eager") if compiled else model
+        ids = random_ids(model.config).cuda()
+        loss = run(ids, labels=ids).loss
+        loss.backward()
+        counts = torch.stack([balance.allocate("cuda") for balance in balances(model)])
+        results.append((loss.detach(), counts, model.model.layers[1].mlp.gate.weight.grad))
+    (loss, counts, grad), (other_loss, other_counts, other_grad) = results
+    assert_close(other_loss, loss)
+    assert torch.equal(counts, other_counts)
+    assert (counts[:, -1] == 2 * 19).all()
+    assert_close(other_grad, grad, 1e-4)
 
 
 # ---- the mixture ----------------------------------------------------------------------------------------------------
