@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim.adamw import adamw
 
@@ -51,8 +52,8 @@ MIN_NORM = 1e-7
 BATCH_ELEMENTS = 2**26
 """Elements of the matrices that are orthogonalised at once; it bounds the temporary memory of a step."""
 
-MuonOptions = tuple[str, tuple[int, ...] | None, float]
-"""What parameters of one group share: algorithm, row blocks, weight decay."""
+MuonOptions = tuple[str, tuple[int, ...] | None, float, DeviceMesh | None]
+"""What parameters of one group share: algorithm, row blocks, weight decay, and the mesh they are spread over."""
 
 
 def newton_schulz(
@@ -115,9 +116,10 @@ def parameter_groups(model: nn.Module, weight_decay: float = 0.1) -> list[dict[s
         weight_decay: Rate of the decayed groups, per step and unit of learning rate, 0 or more.
 
     Returns:
-        Dictionaries with `params`, (name, parameter) pairs; `weight_decay`; `algorithm`, `"muon"` or `"adamw"`; and
-        `row_blocks`, the heights of the matrices that lie below each other in a parameter, a pattern that repeats over
-        all its rows, or `None` for one matrix. Each trainable parameter is in exactly one group, frozen ones in none.
+        Dictionaries with `params`; `weight_decay`; `algorithm`, `"muon"` or `"adamw"`; and `row_blocks`, the heights
+        of the matrices that lie below each other in a parameter, a pattern that repeats over all its rows, or `None`
+        for one matrix. Each trainable parameter is in exactly one group, frozen ones in none. Parameters are without
+        names, which checkpoints would keep per group: a sharded model has other groups on another number of ranks.
 
     Raises:
         ValueError: `weight_decay` is negative or not finite, or the model has no trainable parameter.
@@ -130,23 +132,25 @@ def parameter_groups(model: nn.Module, weight_decay: float = 0.1) -> list[dict[s
         if isinstance(module, KimiK3ShortConvolution | KimiK3PseudoQuery)
         for parameter in module.parameters()
     }
-    groups: dict[MuonOptions, list[tuple[str, nn.Parameter]]] = {}
-    for name, parameter in model.named_parameters():
+    groups: dict[MuonOptions, list[nn.Parameter]] = {}
+    for parameter in model.parameters():
         if not parameter.requires_grad:
             continue
+        # Optimizers of PyTorch step a group with one kernel, which cannot span meshes (experts, everything else).
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
         if parameter in matrices:
-            key: MuonOptions = ("muon", matrices[parameter], weight_decay)
+            key: MuonOptions = ("muon", matrices[parameter], weight_decay, mesh)
         else:
             is_decayed = parameter.ndim > 1 and parameter not in vectors
-            key = ("adamw", None, weight_decay if is_decayed else 0.0)
-        groups.setdefault(key, []).append((name, parameter))
+            key = ("adamw", None, weight_decay if is_decayed else 0.0, mesh)
+        groups.setdefault(key, []).append(parameter)
     if not groups:
         raise ValueError(
             f"expected a model with trainable parameters, got {type(model).__name__} with none: set `requires_grad`."
         )
     return [
-        {"params": named, "algorithm": algorithm, "row_blocks": row_blocks, "weight_decay": rate}
-        for (algorithm, row_blocks, rate), named in groups.items()
+        {"params": parameters, "algorithm": algorithm, "row_blocks": row_blocks, "weight_decay": rate}
+        for (algorithm, row_blocks, rate, _), parameters in groups.items()
     ]
 
 

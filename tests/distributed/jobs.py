@@ -203,6 +203,14 @@ def save_everything(rank: int, path: Path, target: Path) -> None:
     save_optimizer_distributed(model, optimizer, str(target / "optimizer"))
 
 
+def train_with_adamw(rank: int, path: Path) -> dict[str, Tensor]:
+    """PyTorch's optimizer with one kernel per group over experts on one mesh and everything else on another."""
+    model = load(path, **LAYOUTS["ep"])
+    optimizer = torch.optim.AdamW(parameter_groups(model), lr=1e-3, foreach=True)
+    train(model, optimizer, part=rank, parts=2, steps=2)
+    return weights(model)
+
+
 def resume(rank: int, source: Path, layout: str) -> dict[str, Any]:
     """The third step and after it the weights, from what `save_everything` wrote."""
     model = load(source / "parts", **LAYOUTS[layout])

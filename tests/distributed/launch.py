@@ -93,6 +93,8 @@ def _start_rank(rank: int, world_size: int, port: int, sender: Any, job: Callabl
         MASTER_PORT=str(port),
     )
     torch.set_num_threads(1)
+    # Where there are GPUs, Transformers would put its meshes on them.
+    torch._C._get_accelerator = lambda *args: torch.device("cpu")
     # Each collective over two axes of a mesh warns that one over both at once would be faster.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     try:

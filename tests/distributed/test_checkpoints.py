@@ -71,3 +71,10 @@ def test_muon_steps_shards_as_it_steps_whole_matrices(world_size, names, checkpo
     assert found.keys() == set(names)
     for weights in found.values():
         jobs.assert_weights_equal(weights, after_three_steps)
+
+
+def test_groups_do_not_span_meshes(checkpoint: Path) -> None:
+    model = jobs.load(checkpoint)
+    jobs.train(model, torch.optim.AdamW(jobs.parameter_groups(model), lr=1e-3), steps=2)
+    for found in run_ranks(2, jobs.train_with_adamw, checkpoint):
+        jobs.assert_weights_equal(found, jobs.weights(model))
