@@ -30,7 +30,7 @@ class KimiK3MixedRMSNorm(KimiK3RMSNorm):
     layer, as released; they come along as arguments, so that hooks and wrappers of the norm see one ordinary call.
     """
 
-    def forward(  # type: ignore[override]  # more streams than one
+    def forward(
         self,
         hidden_states: Tensor,
         *others: Tensor,

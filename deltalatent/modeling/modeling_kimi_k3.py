@@ -612,6 +612,7 @@ class KimiK3GenerationMixin(GenerationMixin):
     """
 
     lm_head: nn.Module
+    training: bool
     config: Any  # the two users have different classes
     loss_function: Callable[..., Tensor]
 

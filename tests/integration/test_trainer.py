@@ -278,8 +278,9 @@ def test_bf16_training_keeps_float32_weights_and_follows_the_float32_run(tmp_pat
     assert found[True] != found[False]
     # The first losses are those of the same weights: products rounded to 2^-9, averaged over some 70 logits per token.
     assert found[True][0] == pytest.approx(found[False][0], rel=2**-9)
-    learned = found[False][0] - found[False][-1]
-    assert abs(found[True][-1] - found[False][-1]) < 0.2 * learned
+    # Later ones are of weights that have parted, on one batch each: what is compared is the mean over a few.
+    late = {bf16: sum(values[-4:]) / 4 for bf16, values in found.items()}
+    assert abs(late[True] - late[False]) < 0.2 * (found[False][0] - late[False])
 
 
 @pytest.mark.slow
@@ -345,5 +346,7 @@ def test_there_is_no_auxiliary_loss(tmp_path: Path) -> None:
     expected = nn.functional.cross_entropy(logits, ids[:, 1:].flatten())
     assert_close(with_router_logits.loss, expected, 1e-6)
     assert_gradients_close(
-        gradients(model, with_router_logits.loss), gradients(model, model(ids, labels=ids).loss), rel=1e-6
+        gradients(model, with_router_logits.loss),
+        gradients(model, model(ids, labels=ids, skip_logits=False).loss),
+        rel=1e-6,
     )

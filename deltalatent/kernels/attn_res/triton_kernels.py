@@ -19,6 +19,10 @@ SOURCE_COUNTS = (4, 9, 16)
 # Programs of the backward pass: enough to fill a large chip several times, few enough that their partial sums are
 # small beside the sources. The same on every machine, so that the order of summation is, too.
 MAX_PROGRAMS = 512
+# Registers for each thread: so few that several programs share a multiprocessor, and one loads while another waits.
+MAX_REGISTERS = 128
+# Tiles under way when the backward pass makes the mix again.
+STAGES = 1
 
 
 @triton.jit
@@ -118,11 +122,11 @@ def load_stats(stats, index, S, token, N):
 @triton.jit(do_not_specialize=["N", "S", "steps"])
 def attn_res_backward_kernel(
     sources, dsources, query, key_weight, norm_weight, stats, doutput, dw, dnorm, N, D, S, norm_eps, steps,
-    BS: tl.constexpr, BD: tl.constexpr,
+    BS: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program walks over `steps` tokens and leaves one partial sum for each of the weights' gradients.
 
-    It looks at the sources of a token twice: once for the mix, then backwards, from the cache, for their gradients.
+    It looks at the sources of a token twice: once for the mix, then, from the cache, for their gradients.
     With o = sum_i a_i s_i, u = dy g and rho = (|o|^2 / D + norm_eps)^-1/2:
 
         norm:     do = rho u - rho^3 <u, o> o / D
@@ -138,12 +142,11 @@ def attn_res_backward_kernel(
     for token in range(program * steps, tl.minimum(program * steps + steps, N)):
         total = tl.load(stats + 2 * S.to(tl.int64) * N + token)
         mixed = tl.zeros([BD], tl.float32)
-        for first in range(0, S, BS):
+        for first in tl.range(0, S, BS, num_stages=STAGES):
             x = load_tile(sources, first + index, S, token, column, D).to(tl.float32)
             score, scale = load_stats(stats, first + index, S, token, N)
             mixed += tl.sum(x * tl.exp(score - total)[:, None], axis=0)
 
-        tile = load_tile(sources, last + index, S, token, column, D)
         dmixed = tl.load(doutput + token * D + column, mask=column < D, other=0.0).to(tl.float32)
         if norm_weight is not None:
             scaled = dmixed * load_vector(norm_weight, column, D)
@@ -156,8 +159,7 @@ def attn_res_backward_kernel(
         w = load_query(query, key_weight, column, D)
         for before in range(0, S, BS):
             first = last - before
-            following = load_tile(sources, first - BS + index, S, token, column, D)
-            x = tile.to(tl.float32)
+            x = load_tile(sources, first + index, S, token, column, D).to(tl.float32)
             score, scale = load_stats(stats, first + index, S, token, N)
             share = tl.exp(score - total)
             gain = tl.sum(x * dmixed[None, :], axis=1)
@@ -169,7 +171,6 @@ def attn_res_backward_kernel(
             pointer = pick(dsources, first + index)[:, None] + (token * D + column)[None, :]
             mask = (first + index < S)[:, None] & (column < D)[None, :]
             tl.store(pointer, dx.to(dsources[0].dtype.element_ty), mask=mask)
-            tile = following
 
     place = program * D + column
     tl.store(dw + place, partial_w, mask=column < D)
@@ -203,10 +204,19 @@ def attn_res_weights_kernel(
         tl.store(dnorm_weight + column, total.to(dnorm_weight.dtype.element_ty), mask=column < D)
 
 
-def _tile(width: int) -> tuple[int, int]:
-    """Columns of a tile, and warps: 16 channels for each thread, no more than 16 warps."""
+def _forward_tile(width: int) -> dict[str, int]:
+    """Two sources at a time; of wide streams one, by half as many warps, so that two programs fit a multiprocessor."""
     columns = triton.next_power_of_2(width)
-    return columns, min(16, max(1, columns // 512))
+    sources, channels_per_warp = (1, 1024) if columns > 4096 else (2, 512)
+    num_warps = min(16, max(1, columns // channels_per_warp))
+    return {"BS": sources, "BD": columns, "num_warps": num_warps, "maxnreg": MAX_REGISTERS}
+
+
+def _backward_tile(width: int) -> dict[str, int]:
+    """Two sources at a time, 16 channels for each thread."""
+    columns = triton.next_power_of_2(width)
+    num_warps = min(16, max(1, columns // 512))
+    return {"BS": 2, "BD": columns, "STAGES": STAGES, "num_warps": num_warps, "maxnreg": MAX_REGISTERS}
 
 
 def _padded(tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -231,10 +241,9 @@ def attn_res_forward(
     if save:
         stats = torch.empty(2 * len(sources) + 1, rows, dtype=torch.float32, device=output.device)
     if rows > 0:
-        block_d, num_warps = _tile(width)
         attn_res_forward_kernel[(rows,)](
             _padded(sources), query, key_weight, norm_weight, output, stats, rows, width, len(sources), eps, norm_eps,
-            BS=2, BD=block_d, num_warps=num_warps,
+            **_forward_tile(width),
         )  # fmt: skip
     return [output] if stats is None else [output, stats]
 
@@ -255,19 +264,19 @@ def attn_res_backward(
     rows = doutput.numel() // width
     if rows == 0:
         return dsources + [torch.zeros_like(weight) for weight in weights]
-    block_d, num_warps = _tile(width)
     steps = triton.cdiv(rows, MAX_PROGRAMS)
     programs = triton.cdiv(rows, steps)
     dw = torch.empty(programs, width, dtype=torch.float32, device=query.device)
     dnorm = None if norm_weight is None else torch.empty_like(dw)
     attn_res_backward_kernel[(programs,)](
         _padded(sources), _padded(dsources), query, key_weight, norm_weight, stats, doutput, dw, dnorm,
-        rows, width, len(sources), norm_eps, steps, BS=2, BD=block_d, num_warps=num_warps,
+        rows, width, len(sources), norm_eps, steps,
+        **_backward_tile(width),
     )  # fmt: skip
     dquery, dkey_weight, dnorm_weight = (
         None if weight is None else torch.empty_like(weight) for weight in (query, key_weight, norm_weight)
     )
-    attn_res_weights_kernel[(triton.cdiv(width, 32),)](
-        dw, dnorm, query, key_weight, dquery, dkey_weight, dnorm_weight, programs, width, BP=128, BD=32, num_warps=8
+    attn_res_weights_kernel[(triton.cdiv(width, 16),)](
+        dw, dnorm, query, key_weight, dquery, dkey_weight, dnorm_weight, programs, width, BP=256, BD=16, num_warps=8
     )
     return dsources + [grad for grad in (dquery, dkey_weight, dnorm_weight) if grad is not None]
