@@ -17,10 +17,15 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from deltalatent.kernels.attn_res import attention_residual_mix
+from deltalatent.kernels.experts import grouped_experts
 from deltalatent.kernels.gated_rms_norm import gated_rms_norm
 from deltalatent.kernels.kda import kda_chunk, kda_recurrent
 from deltalatent.kernels.latent_attention import latent_attention
+from deltalatent.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
+from deltalatent.kernels.router import choose_experts
 from deltalatent.kernels.short_conv import short_convolution
+from deltalatent.kernels.situ import situ_glu
 
 Dims = Mapping[str, int]
 Tensors = tuple[torch.Tensor, ...]
@@ -91,10 +96,13 @@ def equal_documents(dims: Dims, device: torch.device) -> torch.Tensor | None:
 
 def _compiled(run: Callable[..., Tensors]) -> Callable[[Case], Tensors]:
     """`run(impl, case)` with the PyTorch form, compiled at the first call of a shape."""
+    return _compiled_peer(lambda case: run("torch", case))
 
+
+def _compiled_peer(run: Callable[[Case], Tensors]) -> Callable[[Case], Tensors]:
     @functools.cache
     def compiled() -> Callable[[Case], Tensors]:
-        return torch.compile(lambda case: run("torch", case), dynamic=False)
+        return torch.compile(run, dynamic=False)
 
     return lambda case: compiled()(case)
 
@@ -271,6 +279,141 @@ def _latent_work(dims: Dims, size: int) -> Work:
     return Work(B * size * (S * (R + Q) + T * H * (2 * R + Q)), 2.0 * B * T * H * S * (2 * R + Q))
 
 
+# Routed experts
+
+
+def _experts_case(dims: Dims, dtype: torch.dtype, device: torch.device) -> Case:
+    """K different experts per token, all equally likely."""
+    T, K, E, Z, I = (dims[letter] for letter in "TKEZI")  # noqa: E741
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=device).normal_(std=shape[-1] ** -0.5)
+
+    tensors = {
+        "hidden_states": torch.randn(T, Z, dtype=dtype, device=device),
+        "gate_up_proj": normal(E, 2 * I, Z),
+        "down_proj": normal(E, Z, I),
+        "top_k_index": torch.rand(T, E, device=device).topk(K, dim=1).indices,
+        "top_k_weights": torch.rand(T, K, device=device),
+    }
+    return Case(tensors, ("hidden_states", "gate_up_proj", "down_proj", "top_k_weights"))
+
+
+def _experts(impl: str, case: Case) -> Tensors:
+    return (grouped_experts(**case.tensors, impl=impl),)
+
+
+def _experts_grouped_mm(case: Case) -> Tensors:
+    """PyTorch's grouped products with everything around them in eager PyTorch, as Transformers' `grouped_mm` does."""
+    x, gate_up, down, index, weights = case.tensors.values()
+    expert, order = index.flatten().sort()
+    ends = torch.histc(expert.int(), bins=gate_up.shape[0], max=gate_up.shape[0] - 1).cumsum(0, dtype=torch.int32)
+    hidden = torch._grouped_mm(x[order // index.shape[1]], gate_up.mT, offs=ends)
+    y = torch._grouped_mm(situ_glu(*hidden.chunk(2, dim=-1), 4.0, 25.0), down.mT, offs=ends)
+    y = y * weights.flatten()[order, None]
+    inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    return (y[inverse].unflatten(0, index.shape).sum(1).to(x.dtype),)
+
+
+def _experts_work(dims: Dims, size: int) -> Work:
+    """Weights of the experts in use, tokens and output; backwards the weights' gradients besides."""
+    T, K, E, Z, I = (dims[letter] for letter in "TKEZI")  # noqa: E741
+    used = E * (1 - (1 - K / E) ** T)
+    weights, tokens = used * 3 * Z * I * size, T * Z * size
+    flops = 6.0 * T * K * Z * I
+    return Work(weights + 2 * tokens + 12 * T * K, flops, 2 * weights + 3 * tokens + 16 * T * K, 2 * flops)
+
+
+def _experts_step_case(dims: Dims, dtype: torch.dtype, device: torch.device) -> Case:
+    case = _experts_case(dims, dtype, device)
+    case.differentiable = ()
+    return case
+
+
+def _experts_step_work(dims: Dims, size: int) -> Work:
+    work = _experts_work(dims, size)
+    return Work(work.forward_bytes, work.forward_flops)
+
+
+# Router
+
+
+def _router_case(dims: Dims, dtype: torch.dtype, device: torch.device) -> Case:
+    """Logits are float32 whatever the dtype of the model."""
+    logits = torch.randn(dims["T"], dims["E"], device=device)
+    bias = 0.1 * torch.randn(dims["E"], device=device)
+    return Case({"logits": logits, "bias": bias, "slots": torch.arange(dims["K"])}, ("logits",))
+
+
+def _router(impl: str, case: Case) -> Tensors:
+    logits, bias, slots = case.tensors.values()
+    choice = choose_experts(logits, bias, len(slots), impl=impl)
+    return choice.scores, choice.weights
+
+
+def _router_work(dims: Dims, size: int) -> Work:
+    """Logits and scores, index and weights; then scores and gradients of both kinds."""
+    T, K, E = (dims[letter] for letter in "TKE")
+    return Work(T * (8 * E + 12 * K), 0.0, T * (12 * E + 20 * K))
+
+
+# Depth mixing
+
+
+def _mix_case(dims: Dims, dtype: torch.dtype, device: torch.device) -> Case:
+    B, T, D, S = (dims[letter] for letter in "BTDS")
+    sources = tuple(torch.randn(B, T, D, dtype=dtype, device=device) for _ in range(S))
+    query, key_weight, norm_weight = (torch.randn(D, dtype=dtype, device=device) for _ in range(3))
+    tensors = {"sources": sources, "query": query / D**0.5, "key_weight": key_weight, "norm_weight": norm_weight}
+    return Case(tensors, tuple(tensors))
+
+
+def _mix(impl: str, case: Case) -> Tensors:
+    return (attention_residual_mix(**case.tensors, eps=1e-5, norm_eps=1e-5, impl=impl),)
+
+
+def _mix_definition(case: Case) -> Tensors:
+    """As one would write it down: a stack of all sources, softmax, weighted sum, norm."""
+    sources, query, key_weight, norm_weight = case.tensors.values()
+    stack = torch.stack(sources).float()
+    keys = torch.nn.functional.rms_norm(stack, stack.shape[-1:], key_weight.float(), 1e-5)
+    weights = torch.softmax(keys @ query.float(), dim=0)
+    mixed = (weights[..., None] * stack).sum(0)
+    return (torch.nn.functional.rms_norm(mixed, mixed.shape[-1:], norm_weight.float(), 1e-5).to(sources[0].dtype),)
+
+
+def _mix_work(dims: Dims, size: int) -> Work:
+    """Sources, output; then sources, gradient of the output, gradients of the sources."""
+    elements = dims["B"] * dims["T"] * dims["D"] * size
+    return Work((dims["S"] + 1) * elements, 0.0, (2 * dims["S"] + 1) * elements)
+
+
+# Loss of a linear head
+
+
+def _loss_case(dims: Dims, dtype: torch.dtype, device: torch.device) -> Case:
+    B, T, D, V = (dims[letter] for letter in "BTDV")
+    hidden_states = torch.randn(B, T, D, dtype=dtype, device=device)
+    weight = torch.randn(V, D, dtype=dtype, device=device) / D**0.5
+    targets = torch.randint(V, (B, T), device=device)
+    return Case({"hidden_states": hidden_states, "weight": weight, "targets": targets}, ("hidden_states", "weight"))
+
+
+def _loss(impl: str, case: Case) -> Tensors:
+    return (linear_cross_entropy(**case.tensors, impl=impl),)
+
+
+def _loss_of_all_logits(case: Case) -> Tensors:
+    return (linear_cross_entropy_reference(**case.tensors),)
+
+
+def _loss_work(dims: Dims, size: int) -> Work:
+    """A product of the hidden states with the weight, and two of their size for the gradients."""
+    tokens, D, V = dims["B"] * dims["T"], dims["D"], dims["V"]
+    inputs = (tokens + V) * D * size
+    return Work(inputs, 2.0 * tokens * D * V, 2 * inputs, 4.0 * tokens * D * V)
+
+
 def _implementations(
     run: Callable[[str, Case], Tensors], fla: Callable[[Case], Tensors] | None = None
 ) -> dict[str, Callable[[Case], Tensors]]:
@@ -283,6 +426,7 @@ def _implementations(
 
 
 HEAD = {"K": 128, "V": 128}
+RELEASED_EXPERTS = {"B": 1, "K": 16, "E": 896, "Z": 1792, "I": 1536}
 STREAMS = {"W": 4, "S": 3}
 SMALL_LATENT = {"B": 1, "T": 1, "R": 192, "Q": 32}
 RELEASED_LATENT = {"B": 1, "T": 1, "R": 512, "Q": 64}
@@ -370,5 +514,95 @@ OPERATORS: dict[str, Operator] = {
         | {"64x8k-H32": {"H": 32, "S": 8192} | RELEASED_LATENT | {"B": 64}},
         tiny={"B": 1, "T": 1, "H": 2, "S": 12, "R": 16, "Q": 8},
         modes=(FORWARD,),
+    ),
+    "experts": Operator(
+        tests=("tests/kernels/test_experts.py",),
+        make=_experts_case,
+        work=_experts_work,
+        implementations={
+            "triton": lambda case: _experts("triton", case),
+            "torch": lambda case: _experts("torch", case),
+            "grouped_mm": _experts_grouped_mm,
+        },
+        shapes={
+            "T8192-release": {"T": 8192} | RELEASED_EXPERTS,
+            "T16384-base": {"B": 1, "T": 16384, "K": 8, "E": 128, "Z": 512, "I": 256},
+            "T16384-small": {"B": 1, "T": 16384, "K": 8, "E": 96, "Z": 256, "I": 128},
+        },
+        tiny={"B": 1, "T": 6, "K": 2, "E": 4, "Z": 8, "I": 4},
+    ),
+    "experts_step": Operator(
+        tests=("tests/kernels/test_experts.py",),
+        make=_experts_step_case,
+        work=_experts_step_work,
+        implementations={
+            "triton": lambda case: _experts("triton", case),
+            "torch": lambda case: _experts("torch", case),
+            "grouped_mm": _experts_grouped_mm,
+        },
+        shapes={f"T{tokens}-release": {"T": tokens} | RELEASED_EXPERTS for tokens in (1, 8, 64)},
+        tiny={"B": 1, "T": 2, "K": 2, "E": 4, "Z": 8, "I": 4},
+        modes=(FORWARD,),
+    ),
+    "router": Operator(
+        tests=("tests/kernels/test_router.py",),
+        make=_router_case,
+        work=_router_work,
+        implementations={name: run for name, run in _implementations(_router).items() if name != "fla"},
+        shapes={
+            "T8192-E896": {"B": 1, "T": 8192, "K": 16, "E": 896},
+            "T16384-E128": {"B": 1, "T": 16384, "K": 8, "E": 128},
+        },
+        tiny={"B": 1, "T": 6, "K": 2, "E": 4},
+    ),
+    "attn_res": Operator(
+        tests=("tests/kernels/test_attn_res.py",),
+        make=_mix_case,
+        work=_mix_work,
+        implementations={
+            "triton": lambda case: _mix("triton", case),
+            "torch": lambda case: _mix("torch", case),
+            "definition": _mix_definition,
+            "torch.compile": _compiled_peer(_mix_definition),
+        },
+        shapes={
+            "T8192-D7168-S9": {"B": 1, "T": 8192, "D": 7168, "S": 9},
+            "T32768-D2048-S9": {"B": 1, "T": 32768, "D": 2048, "S": 9},
+            "T8192-D1024-S5": {"B": 1, "T": 8192, "D": 1024, "S": 5},
+        },
+        tiny={"B": 1, "T": 6, "D": 8, "S": 3},
+    ),
+    "attn_res_step": Operator(
+        tests=("tests/kernels/test_attn_res.py",),
+        make=_mix_case,
+        work=_mix_work,
+        implementations={
+            "triton": lambda case: _mix("triton", case),
+            "torch": lambda case: _mix("torch", case),
+            "torch.compile": _compiled_peer(_mix_definition),
+        },
+        shapes={
+            "B1-D7168-S9": {"B": 1, "T": 1, "D": 7168, "S": 9},
+            "B64-D7168-S9": {"B": 64, "T": 1, "D": 7168, "S": 9},
+            "B1-D1024-S5": {"B": 1, "T": 1, "D": 1024, "S": 5},
+        },
+        tiny={"B": 2, "T": 1, "D": 8, "S": 3},
+        modes=(FORWARD,),
+    ),
+    "linear_cross_entropy": Operator(
+        tests=("tests/kernels/test_linear_cross_entropy.py",),
+        make=_loss_case,
+        work=_loss_work,
+        implementations={
+            "triton": lambda case: _loss("triton", case),
+            "torch": lambda case: _loss("torch", case),
+            "all logits": _loss_of_all_logits,
+            "torch.compile": _compiled_peer(_loss_of_all_logits),
+        },
+        shapes={
+            "T8192-D1024-V163840": {"B": 1, "T": 8192, "D": 1024, "V": 163840},
+            "T8192-D512-V163840": {"B": 1, "T": 8192, "D": 512, "V": 163840},
+        },
+        tiny={"B": 1, "T": 6, "D": 8, "V": 20},
     ),
 }
