@@ -25,7 +25,7 @@ from deltalatent.kernels.latent_attention import latent_attention
 from deltalatent.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from deltalatent.kernels.router import choose_experts
 from deltalatent.kernels.short_conv import short_convolution
-from deltalatent.kernels.situ import situ_glu
+from deltalatent.kernels.situ import situ_glu, situ_glu_reference
 
 Dims = Mapping[str, int]
 Tensors = tuple[torch.Tensor, ...]
@@ -279,6 +279,24 @@ def _latent_work(dims: Dims, size: int) -> Work:
     return Work(B * size * (S * (R + Q) + T * H * (2 * R + Q)), 2.0 * B * T * H * S * (2 * R + Q))
 
 
+# SiTU-GLU
+
+
+def _situ_case(dims: Dims, dtype: torch.dtype, device: torch.device) -> Case:
+    gate, up = (4 * torch.randn(dims["B"], dims["T"], dims["I"], dtype=dtype, device=device) for _ in range(2))
+    return Case({"gate": gate, "up": up}, ("gate", "up"))
+
+
+def _situ(impl: str, case: Case) -> Tensors:
+    return (situ_glu(**case.tensors, beta=4.0, linear_beta=25.0, impl=impl),)
+
+
+def _situ_work(dims: Dims, size: int) -> Work:
+    """Both branches and the result; then these and their gradients."""
+    elements = dims["B"] * dims["T"] * dims["I"]
+    return Work(3 * elements * size, 0.0, 5 * elements * size)
+
+
 # Routed experts
 
 
@@ -309,7 +327,8 @@ def _experts_grouped_mm(case: Case) -> Tensors:
     expert, order = index.flatten().sort()
     ends = torch.histc(expert.int(), bins=gate_up.shape[0], max=gate_up.shape[0] - 1).cumsum(0, dtype=torch.int32)
     hidden = torch._grouped_mm(x[order // index.shape[1]], gate_up.mT, offs=ends)
-    y = torch._grouped_mm(situ_glu(*hidden.chunk(2, dim=-1), 4.0, 25.0), down.mT, offs=ends)
+    activated = situ_glu_reference(*hidden.chunk(2, dim=-1), 4.0, 25.0)
+    y = torch._grouped_mm(activated, down.mT, offs=ends)
     y = y * weights.flatten()[order, None]
     inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     return (y[inverse].unflatten(0, index.shape).sum(1).to(x.dtype),)
@@ -386,6 +405,16 @@ def _mix_work(dims: Dims, size: int) -> Work:
     """Sources, output; then sources, gradient of the output, gradients of the sources."""
     elements = dims["B"] * dims["T"] * dims["D"] * size
     return Work((dims["S"] + 1) * elements, 0.0, (2 * dims["S"] + 1) * elements)
+
+
+def _mix_step_case(dims: Dims, dtype: torch.dtype, device: torch.device) -> Case:
+    case = _mix_case(dims, dtype, device)
+    case.differentiable = ()
+    return case
+
+
+def _mix_step_work(dims: Dims, size: int) -> Work:
+    return Work(_mix_work(dims, size).forward_bytes)
 
 
 # Loss of a linear head
@@ -515,6 +544,14 @@ OPERATORS: dict[str, Operator] = {
         tiny={"B": 1, "T": 1, "H": 2, "S": 12, "R": 16, "Q": 8},
         modes=(FORWARD,),
     ),
+    "situ_glu": Operator(
+        tests=("tests/kernels/test_situ.py",),
+        make=_situ_case,
+        work=_situ_work,
+        implementations={name: run for name, run in _implementations(_situ).items() if name != "fla"},
+        shapes={"T8192-I3072": {"B": 1, "T": 8192, "I": 3072}},
+        tiny={"B": 1, "T": 3, "I": 8},
+    ),
     "experts": Operator(
         tests=("tests/kernels/test_experts.py",),
         make=_experts_case,
@@ -574,8 +611,8 @@ OPERATORS: dict[str, Operator] = {
     ),
     "attn_res_step": Operator(
         tests=("tests/kernels/test_attn_res.py",),
-        make=_mix_case,
-        work=_mix_work,
+        make=_mix_step_case,
+        work=_mix_step_work,
         implementations={
             "triton": lambda case: _mix("triton", case),
             "torch": lambda case: _mix("torch", case),
