@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from deltalatent.conversion.mxfp4 import E2M1_VALUES, GROUP_SIZE, SCALE_BIAS, dequantize_mxfp4
@@ -34,18 +35,20 @@ class PackingError:
     @classmethod
     def of(cls, weight: Tensor, packed: Tensor, scale: Tensor) -> PackingError:
         """Of one tensor [O, I] and what `quantize_mxfp4` made of it."""
-        exact = weight.double()
-        error = dequantize_mxfp4(packed, scale, weight.double().dtype) - exact
-        groups = exact.abs().unflatten(-1, (-1, GROUP_SIZE))
-        largest = error.abs().unflatten(-1, (-1, GROUP_SIZE)).amax(-1) / groups.amax(-1).clamp_min(2.0**-1000)
-        limit = E2M1_VALUES[-1] * (scale.double() - SCALE_BIAS).exp2()
+        inner = torch.promote_types(weight.dtype, torch.float32)
+        exact, unpacked = weight.to(inner), dequantize_mxfp4(packed, scale, inner)
+        error = unpacked - exact
+        magnitudes = exact.abs().unflatten(-1, (-1, GROUP_SIZE))
+        of_group = magnitudes.amax(-1)
+        largest = error.abs().unflatten(-1, (-1, GROUP_SIZE)).amax(-1) / of_group.masked_fill(of_group == 0, 1.0)
+        limit = E2M1_VALUES[-1] * (scale.to(inner) - SCALE_BIAS).exp2()
         return cls(
-            weight.numel(),
-            float(error.square().sum()),
-            float(exact.square().sum()),
-            int((packed & 0x07 == 0).sum() + (packed & 0x70 == 0).sum()),
-            int((groups > limit[..., None]).sum()),
-            float(largest.max()) if largest.numel() else 0.0,
+            weights=weight.numel(),
+            squared_error=float(error.square_().sum(dtype=torch.float64)),
+            squared_weight=float(exact.square().sum(dtype=torch.float64)),
+            zeros=weight.numel() - int(unpacked.count_nonzero()),
+            saturated=int((magnitudes > limit[..., None]).sum()),
+            largest=float(largest.max()) if largest.numel() else 0.0,
         )
 
     def add(self, other: PackingError) -> None:

@@ -4,8 +4,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import math
+import re
+import shlex
 import shutil
 from hashlib import sha256
 from pathlib import Path
@@ -494,3 +498,40 @@ def test_places(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"must not (exist|be inside)"):
             convert(source, target)
     assert not (source / "inside").exists()
+
+
+# ---- the page -------------------------------------------------------------------------------------------------------
+
+PAGE = Path(__file__).parents[2] / "docs" / "conversion.md"
+
+
+def run_command(line: str) -> None:
+    program, *arguments = shlex.split(line)
+    assert program == "deltalatent", line
+    try:
+        main(arguments)
+    except SystemExit as stopped:
+        assert stopped.code == 1
+
+
+def test_page_runs_and_prints_what_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks share a namespace and a folder; a block of text is what the one before it prints, errors included."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(COMPOSITE, "damaged")
+    Path("damaged/model.safetensors").write_bytes((COMPOSITE / "model.safetensors").read_bytes()[:-100])
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    assert {language for language, _ in blocks} == {"bash", "python", "text"}
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    printed = ""
+    for language, code in blocks:
+        if language == "text":
+            assert re.sub(r"[0-9a-f]{64}", "CHECKSUM", printed).rstrip() == code.rstrip()
+            continue
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+            if language == "python":
+                exec(compile(code, str(PAGE), "exec"), namespace)
+            else:
+                for line in code.splitlines():
+                    run_command(line)
+        printed = "\n".join(line for line in output.getvalue().splitlines() if "it/s]" not in line)
