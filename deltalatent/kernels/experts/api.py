@@ -12,7 +12,7 @@ from deltalatent.kernels.dispatch import Obstacle, resolve_impl, triton_obstacle
 from deltalatent.kernels.experts import autograd
 from deltalatent.kernels.experts.reference import grouped_experts_reference
 from deltalatent.kernels.experts.validation import validate_grouped_experts
-from deltalatent.kernels.situ import situ_glu
+from deltalatent.kernels.situ import situ_glu_reference
 
 TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -68,7 +68,7 @@ def grouped_experts(
         )
 
     def gated_unit(gate: Tensor, up: Tensor) -> Tensor:
-        return situ_glu(gate, up, beta, linear_beta) if activation == "situ" else F.silu(gate) * up
+        return situ_glu_reference(gate, up, beta, linear_beta) if activation == "situ" else F.silu(gate) * up
 
     return grouped_experts_reference(hidden_states, gate_up_proj, down_proj, top_k_index, top_k_weights, gated_unit)
 

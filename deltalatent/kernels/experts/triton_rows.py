@@ -12,15 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def tanh(x):
-    """Through exponentials; by its series where these would cancel. Relative error about 4e-7."""
-    e = tl.exp(-2.0 * tl.abs(x))
-    far = (1.0 - e) / (1.0 + e)
-    square = x * x
-    near = x * (1.0 + square * (-1.0 / 3.0 + square * (2.0 / 15.0 - square * (17.0 / 315.0))))
-    return tl.where(square < 0.01, near, tl.where(x < 0, -far, far))
+from deltalatent.kernels.situ.triton_kernels import gated_unit, gated_unit_gradients
 
 
 @triton.jit(do_not_specialize=["S"])
@@ -34,10 +26,7 @@ def gated_unit_kernel(
     place = hidden + row[:, None] * (2 * F) + channel[None, :]
     gate = tl.load(place, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(place + F, mask=inside, other=0.0).to(tl.float32)
-    if SITU:
-        result = beta * tanh(gate / beta) * tl.sigmoid(gate) * (linear_beta * tanh(up / linear_beta))
-    else:
-        result = gate * tl.sigmoid(gate) * up
+    result = gated_unit(gate, up, beta, linear_beta, SITU)
     place = activated + row[:, None] * F + channel[None, :]
     tl.store(place, result.to(activated.dtype.element_ty), mask=inside)
 
@@ -65,24 +54,12 @@ def gated_unit_backward_kernel(
         gradient = tl.load(of_v, mask=inside, other=0.0).to(tl.float32)
         gate = tl.load(hidden + of_gate, mask=inside, other=0.0).to(tl.float32)
         up = tl.load(hidden + of_gate + F, mask=inside, other=0.0).to(tl.float32)
-        sigmoid = tl.sigmoid(gate)
-        if SITU:
-            t = tanh(gate / beta)
-            u = tanh(up / linear_beta)
-            left = beta * t * sigmoid
-            right = linear_beta * u
-            dleft = sigmoid * (1.0 - t * t + beta * t * (1.0 - sigmoid))
-            dright = 1.0 - u * u
-        else:
-            left = gate * sigmoid
-            right = up
-            dleft = sigmoid * (1.0 + gate * (1.0 - sigmoid))
-            dright = 1.0
-        dweight += gradient * left * right
+        value, by_gate, by_up = gated_unit_gradients(gate, up, beta, linear_beta, SITU)
+        dweight += gradient * value
         gradient *= weight[:, None]
-        tl.store(dhidden + of_gate, (gradient * dleft * right).to(dhidden.dtype.element_ty), mask=inside)
-        tl.store(dhidden + of_gate + F, (gradient * left * dright).to(dhidden.dtype.element_ty), mask=inside)
-        tl.store(of_v, (weight[:, None] * left * right).to(v.dtype.element_ty), mask=inside)
+        tl.store(dhidden + of_gate, (gradient * by_gate).to(dhidden.dtype.element_ty), mask=inside)
+        tl.store(dhidden + of_gate + F, (gradient * by_up).to(dhidden.dtype.element_ty), mask=inside)
+        tl.store(of_v, (weight[:, None] * value).to(v.dtype.element_ty), mask=inside)
     tl.store(dweights + pair, tl.sum(dweight, axis=1).to(dweights.dtype.element_ty), mask=row < S)
 
 
