@@ -274,12 +274,14 @@ class KimiK3PreTrainedModel(ShardedLoading, PreTrainedModel):
             )
         return (model, info) if output_loading_info else model
 
-    def save_pretrained(self, save_directory, is_main_process: bool = True, *, push_to_hub: bool = False, **kwargs):
+    def save_pretrained(
+        self, save_directory, is_main_process=True, state_dict=None, push_to_hub: bool = False, *args, **kwargs
+    ):
         """As in Transformers; a folder in which this was interrupted is refused by `from_pretrained`."""
         # What is in the folder would be pushed too.
         is_marked = self.should_save_on_this_rank(is_main_process) and not push_to_hub
         with unfinished_save(save_directory) if is_marked else nullcontext():
-            super().save_pretrained(save_directory, is_main_process, push_to_hub=push_to_hub, **kwargs)
+            super().save_pretrained(save_directory, is_main_process, state_dict, push_to_hub, *args, **kwargs)
 
     def _adjust_missing_and_unexpected_keys(self, loading_info) -> None:
         super()._adjust_missing_and_unexpected_keys(loading_info)
