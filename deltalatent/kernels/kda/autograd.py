@@ -64,18 +64,19 @@ def kda_chunk_backward_op(
     cu_seqlens: torch.Tensor | None,
     gate_lower_bound: float,
     scale: float,
+    o: torch.Tensor,
     do: torch.Tensor,
     final_state_grad: torch.Tensor | None,
 ) -> list[torch.Tensor]:
     from deltalatent.kernels.kda.triton_bwd import chunk_backward
 
     inputs = _contiguous(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
-    grads = chunk_backward(*inputs, gate_lower_bound, scale, *_contiguous(do, final_state_grad))
+    grads = chunk_backward(*inputs, gate_lower_bound, scale, *_contiguous(o, do, final_state_grad))
     return [x for x in grads if x is not None]
 
 
 @kda_chunk_backward_op.register_fake
-def _(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, gate_lower_bound, scale, do, final_state_grad):
+def _(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, gate_lower_bound, scale, o, do, final_state_grad):
     return [_empty(x) for x in (q, k, v, g, beta, A_log, dt_bias, initial_state) if x is not None]
 
 
@@ -83,15 +84,16 @@ def _setup_context(ctx, inputs, output):
     *tensors, ctx.gate_lower_bound, ctx.scale, _ = inputs
     # Absent gradients arrive as None, so that an unused final state costs nothing.
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors)
+    ctx.save_for_backward(*tensors, output[0])
 
 
 def _backward(ctx, grads):
     do, final_state_grad = grads[0], (grads[1] if len(grads) > 1 else None)
     if do is None:
         do = torch.zeros_like(ctx.saved_tensors[2])
-    *inputs, initial_state, _ = ctx.saved_tensors
-    results = kda_chunk_backward_op(*ctx.saved_tensors, ctx.gate_lower_bound, ctx.scale, do, final_state_grad)
+    *tensors, o = ctx.saved_tensors
+    *inputs, initial_state, _ = tensors
+    results = kda_chunk_backward_op(*tensors, ctx.gate_lower_bound, ctx.scale, o, do, final_state_grad)
     state_grad = None if initial_state is None else results[len(inputs)]
     return *results[: len(inputs)], state_grad, None, None, None, None
 

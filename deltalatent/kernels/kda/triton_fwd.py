@@ -4,12 +4,16 @@
 
 Two kernels, in the notation of `reference.py`, log decay in base 2:
 
-1. `prepare`, one program per chunk of C tokens and head: everything that does not need the state. From the raw inputs
-   it makes w, u (the solved triangular system), the decayed queries and keys, and the causal products. The bound on
-   the gate makes the whole chunk one dense tile: 2^(G_i - G_j) is factored into 2^(G_i + centre) 2^(-G_j - centre),
-   both of which float32 and bfloat16 hold.
+1. `prepare`, one program per chunk of C tokens and head: everything that needs neither state nor values. From the raw
+   inputs it makes the decayed queries and keys, the causal products, and the inverse of the triangular system. The
+   bound on the gate makes the whole chunk one dense tile: 2^(G_i - G_j) is factored into
+   2^(G_i + centre) 2^(-G_j - centre), both of which float32 and bfloat16 hold.
 2. `scan`, one program per document, head and block of value columns: walks over the chunks with the state in
    registers.
+
+Where few heads and long documents would leave most of the chip idle, the documents are split: `scan` first walks over
+all segments side by side, from a zero state and from the columns of the identity, `compose` joins the ends and
+transitions that this gives to the states between the segments, and `scan` walks over all of them again from there.
 
 Tensors of channels and tokens are held and stored transposed, channels first ([K, C], [V, C], and the state
 S^T [V, K]): the many channels then are the rows of every matrix product, which is what tensor cores want, and every
@@ -45,9 +49,9 @@ class Config(NamedTuple):
     prepare_registers: int
     scan_warps: int
     scan_stages: int
-    state_grad_warps: int
-    state_grad_registers: int
+    BD: int  # channels per program of the last backward kernel
     input_grad_warps: int
+    input_grad_stages: int
     input_grad_registers: int
 
 
@@ -67,7 +71,7 @@ def choose_config(K: int, V: int, dtype: torch.dtype, gate_lower_bound: float, s
     C = 32 if gate_centre(32, gate_lower_bound) <= MAX_CENTRE else 16
     BV = min(VP, 64)
     itemsize = 2 if half else 4
-    stage = itemsize * (3 * C * BK + C * C + C * BV)
+    stage = itemsize * (3 * C * BK + 2 * C * C + C * BV)
     stages = max(1, min(3, (shared_memory - 16384) // stage))
     # tf32 alone truncates operands to the mantissa of fp16, with a bias: good enough only for the inverse of bf16.
     precision = "tf32" if half else "tf32x3"
@@ -82,12 +86,12 @@ def choose_config(K: int, V: int, dtype: torch.dtype, gate_lower_bound: float, s
         compute=torch.bfloat16 if half else torch.float32,
         precision=precision,
         prepare_warps=4,
-        prepare_registers=168,
+        prepare_registers=168 if BK <= 128 else 255,
         scan_warps=4 if BK <= 128 else 8,
         scan_stages=stages,
-        state_grad_warps=4,
-        state_grad_registers=255,
-        input_grad_warps=8,
+        BD=min(BK, 64),
+        input_grad_warps=4,
+        input_grad_stages=2,
         input_grad_registers=255,
     )
 
@@ -119,6 +123,42 @@ def list_chunks(B: int, T: int, C: int, cu_seqlens: torch.Tensor | None) -> Chun
     return Chunks(documents.numel(), 0, cu_seqlens.numel() - 1, documents, positions, first)
 
 
+class Segments(NamedTuple):
+    """Stretches of documents that the scans walk over side by side; without a split, the documents themselves."""
+
+    num: int
+    length: int  # chunks in a full segment
+    per_row: int  # segments in each row of an unpacked batch
+    split: bool
+    documents: torch.Tensor | None  # [num], document of a segment, -1 when unused; None unless packed and split
+    positions: torch.Tensor | None  # [num], position of the segment in its document
+    first: torch.Tensor | None  # [N], first segment of a document; None like `documents`
+
+
+MIN_SEGMENT = 16
+"""Chunks below which another segment costs more than it saves."""
+
+
+def list_segments(
+    B: int, T: int, columns: int, config: Config, chunks: Chunks, cu_seqlens: torch.Tensor | None, processors: int
+) -> Segments:
+    """Split documents if they are long and there are few of them. `columns`: programs of the scans per document.
+
+    A split costs three walks instead of one, over segments: it pays where the documents alone keep at most a quarter
+    of the processors busy. Each processor then gets two programs.
+    """
+    documents = max(chunks.num_documents, 1)
+    wanted = 2 * processors // (documents * columns)
+    length = max(triton.cdiv(triton.cdiv(chunks.num, documents), max(wanted, 1)), MIN_SEGMENT)
+    if wanted < 8 or chunks.num // documents < 4 * length:
+        return Segments(chunks.num_documents, max(chunks.per_row, 1), 1, False, None, None, None)
+    if cu_seqlens is None:
+        per_row = triton.cdiv(chunks.per_row, length)
+        return Segments(B * per_row, length, per_row, True, None, None, None)
+    listed = list_chunks(B, T, config.C * length, cu_seqlens)
+    return Segments(listed.num, length, 0, True, listed.documents, listed.positions, listed.first)
+
+
 @triton.jit
 def chunk_span(i_c, cu_ptr, document_ptr, position_ptr, T, per_row, C: tl.constexpr, PACKED: tl.constexpr):
     """First row of a chunk, and the row behind its document, in the flattened tokens; start = end if unused."""
@@ -137,18 +177,46 @@ def chunk_span(i_c, cu_ptr, document_ptr, position_ptr, T, per_row, C: tl.conste
 
 
 @triton.jit
-def document_span(n, cu_ptr, first_ptr, T, per_row, C: tl.constexpr, PACKED: tl.constexpr):
-    """First row, row behind the last, number of chunks and first chunk of a document."""
+def segment_span(
+    n,
+    cu_ptr,
+    first_ptr,
+    document_ptr,
+    position_ptr,
+    T,
+    per_row,
+    length,
+    segments_per_row,
+    C: tl.constexpr,
+    PACKED: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """First row of a segment, row behind its document, its number of chunks (0 if unused) and its first chunk."""
     if PACKED:
-        start = tl.load(cu_ptr + n).to(tl.int64)
-        end = tl.load(cu_ptr + n + 1).to(tl.int64)
+        position = 0
+        document = n
+        used = True
+        if SPLIT:
+            document = tl.load(document_ptr + n)
+            position = tl.load(position_ptr + n)
+            used = document >= 0
+            document = tl.where(used, document, 0)
+        start = tl.load(cu_ptr + document).to(tl.int64)
+        end = tl.load(cu_ptr + document + 1).to(tl.int64)
+        first = tl.load(first_ptr + document).to(tl.int64)
+        if SPLIT:
+            start += position * length * C
+            first += position * length
         num_chunks = tl.cdiv(end - start, C).to(tl.int32)
-        first = tl.load(first_ptr + n).to(tl.int64)
+        if SPLIT:
+            num_chunks = tl.where(used, tl.minimum(num_chunks, length), 0)
     else:
-        start = n.to(tl.int64) * T
-        end = start + T
-        num_chunks = per_row
-        first = n.to(tl.int64) * per_row
+        row = (n // segments_per_row).to(tl.int64)
+        position = n % segments_per_row
+        start = row * T + position * length * C
+        end = row * T + T
+        first = row * per_row + position * length
+        num_chunks = tl.minimum(length, per_row - position * length)
     return start, end, num_chunks, first
 
 
@@ -166,34 +234,57 @@ def sigmoid(x):
 
 
 @triton.jit
-def sum_tokens(x_t, chosen, EXACT: tl.constexpr):
-    """Sums of x_t [channels, C] over the tokens j with chosen[j, i], for each token i; chosen [C, C].
+def channels_first(x, i, j, EXACT: tl.constexpr):
+    """x [C, channels] as float32 [channels, C].
 
-    As a product this is far cheaper than a scan across threads. Two bfloat16 parts keep 16 bits of x, which is what
-    bfloat16 inputs need; EXACT keeps float32.
+    As a product with the identity, which costs less than converting and moving the elements; exact for half precision.
     """
-    if EXACT:
-        sums = tl.dot(x_t, chosen.to(tl.float32), input_precision="ieee")
+    if EXACT or x.dtype == tl.float32:
+        x_t = tl.trans(x).to(tl.float32)
     else:
-        ones = chosen.to(tl.bfloat16)
-        high = (x_t.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
-        sums = tl.dot(high.to(tl.bfloat16), ones, tl.dot((x_t - high).to(tl.bfloat16), ones))
-    return sums
+        x_t = tl.dot(tl.trans(x), (i == j).to(x.dtype))
+    return x_t
 
 
 @triton.jit
-def unit_lower_inverse(A, i, j, C: tl.constexpr, PRECISION: tl.constexpr):
+def cumulative_decay(g_t, upto, EXACT: tl.constexpr):
+    """Sums G of g_t [channels, C] over the tokens up to each one, in bits, and G_end [channels] of the whole chunk;
+    upto[j, i] = (j <= i), [C, C].
+
+    As a product this is far cheaper than a scan across threads. Without EXACT, g is rounded to 11 bits first, and all
+    factors are made of these sums: a gate that is off by less than its input's rounding, the same one everywhere.
+    """
+    if EXACT:
+        G_t = tl.dot(g_t, upto.to(tl.float32), input_precision="ieee")
+    else:
+        G_t = tl.dot(g_t.to(tl.float16), upto.to(tl.float16))
+    # Sums of negative numbers: the smallest is the last.
+    return G_t, tl.min(G_t, 1)
+
+
+@triton.jit
+def unit_lower_inverse(A, C: tl.constexpr, PRECISION: tl.constexpr):
     """(I + A)^-1 for strictly lower triangular A [C, C], by merging inverses of diagonal blocks of 1, 2, 4, ... rows.
 
     [[P, 0], [X, Q]]^-1 = [[P^-1, 0], [-Q^-1 X P^-1, Q^-1]] has no power of A in it, so nothing grows and cancels when
-    keys are nearly equal.
+    keys are nearly equal. Up to 16 rows, the blocks on the diagonal are a batch.
     """
-    T = tl.where(i == j, 1.0, 0.0) - tl.where((i // 2 == j // 2) & (i > j), A, 0.0)
-    for level in tl.static_range(2, 6):
-        if (1 << level) <= C:
-            below = (i >> level == j >> level) & (i >> (level - 1) > j >> (level - 1))
-            X = tl.where(below, A, 0.0)
-            T -= tl.dot(T, tl.dot(X, T, input_precision=PRECISION), input_precision=PRECISION)
+    BLOCKS: tl.constexpr = C // 16
+    A = tl.reshape(A, (BLOCKS, 16, BLOCKS, 16))
+    block_i = tl.arange(0, BLOCKS)[:, None, None, None]
+    block_j = tl.arange(0, BLOCKS)[None, None, :, None]
+    diagonal = tl.sum(tl.where(block_i == block_j, A, 0.0), 2)
+    i = tl.arange(0, 16)[None, :, None]
+    j = tl.arange(0, 16)[None, None, :]
+    T = tl.where(i == j, 1.0, 0.0) - tl.where((i // 2 == j // 2) & (i > j), diagonal, 0.0)
+    for level in tl.static_range(2, 5):
+        below = (i >> level == j >> level) & (i >> (level - 1) > j >> (level - 1))
+        X = tl.where(below, diagonal, 0.0)
+        T -= tl.dot(T, tl.dot(X, T, input_precision=PRECISION), input_precision=PRECISION)
+    T = tl.reshape(tl.where(block_i == block_j, T[:, :, None, :], 0.0), (C, C))
+    if BLOCKS == 2:
+        X = tl.reshape(tl.where(block_i > block_j, A, 0.0), (C, C))
+        T -= tl.dot(T, tl.dot(X, T, input_precision=PRECISION), input_precision=PRECISION)
     return T
 
 
@@ -201,18 +292,17 @@ def unit_lower_inverse(A, i, j, C: tl.constexpr, PRECISION: tl.constexpr):
 def prepare_kernel(
     q_ptr,
     k_ptr,
-    v_ptr,
     g_ptr,
     beta_ptr,
     A_log_ptr,
     dt_bias_ptr,
-    w_ptr,
-    u_ptr,
     q_in_ptr,
+    k_in_ptr,
     k_out_ptr,
     qk_ptr,
     inverse_ptr,
     decay_ptr,
+    norm_ptr,
     cu_ptr,
     document_ptr,
     position_ptr,
@@ -223,96 +313,105 @@ def prepare_kernel(
     H: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
-    V: tl.constexpr,
     C: tl.constexpr,
     BK: tl.constexpr,
-    VP: tl.constexpr,
     CENTRE: tl.constexpr,
     PRECISION: tl.constexpr,
     EXACT: tl.constexpr,
-    STORE_INVERSE: tl.constexpr,
     PACKED: tl.constexpr,
 ):
-    """Buffers of one chunk and head: w, q_in, k_out [chunk, HV, BK, C], u [chunk, HV, VP, C], qk[j, i] and inverse
-    [chunk, HV, C, C], decay [chunk, HV, BK].
-
-    w = M k_in and u = M v with M = (I + A)^-1 diag(b); `inverse` is M.
+    """Buffers of one chunk and head: q_in, -k_in, k_out [chunk, HV, BK, C], qk[j, i] and the inverse M[i, j]
+    [chunk, HV, C, C], decay [chunk, HV, BK], norm [chunk, HV, 2, C] (1 / norm of the queries and keys).
     """
     i_c = tl.program_id(0) // HV
     i_h = tl.program_id(0) % HV
     start, end = chunk_span(i_c, cu_ptr, document_ptr, position_ptr, T, per_row, C, PACKED)
     if start >= end:
         return
-    dtype = w_ptr.dtype.element_ty
+    dtype = q_in_ptr.dtype.element_ty
     rows = tl.arange(0, C)
     cols = tl.arange(0, BK)
     i = rows[:, None]
     j = rows[None, :]
-    token = start + rows
-    inside = token < end
+    inside = start + rows < end
     mask = inside[:, None] & (cols < K)[None, :]
-    key_at = (token * H + i_h // (HV // H))[:, None] * K + cols[None, :]
-    gate_at = (token * HV + i_h)[:, None] * K + cols[None, :]
+    # Tiles have a 64-bit start and 32-bit offsets.
+    key_start = (start * H + i_h // (HV // H)) * K
+    key_at = rows[:, None] * (H * K) + cols[None, :]
+    gate_start = (start * HV + i_h) * K
+    gate_at = rows[:, None] * (HV * K) + cols[None, :]
     at = (i_c * HV + i_h).to(tl.int64)
-    wide = at * BK * C + cols[:, None] * C + rows[None, :]
+    wide_start = at * BK * C
+    wide = cols[:, None] * C + rows[None, :]
 
-    g_t = tl.trans(tl.load(g_ptr + gate_at, mask=mask, other=0.0)).to(tl.float32)
-    bias = tl.load(dt_bias_ptr + i_h * K + cols, mask=cols < K, other=0.0).to(tl.float32)
-    rate = tl.exp(tl.load(A_log_ptr + i_h).to(tl.float32))
-    g_t = lower_bits * sigmoid(rate * (g_t + bias[:, None]))
-    g_t = tl.where((cols < K)[:, None] & inside[None, :], g_t, 0.0)
-    tl.store(decay_ptr + at * BK + cols, tl.exp2(tl.sum(g_t, 1)))
-    upto_t = sum_tokens(g_t, i <= j, EXACT)
-    behind_t = sum_tokens(g_t, i > j, EXACT)
-    up_t = tl.exp2(upto_t + CENTRE)
+    # All loads first: later ones would wait behind the barriers of the products.
+    g = tl.load(g_ptr + gate_start + gate_at, mask=mask, other=0.0)
+    k = tl.load(k_ptr + key_start + key_at, mask=mask, other=0.0)
+    q = tl.load(q_ptr + key_start + key_at, mask=mask, other=0.0)
+    b = tl.load(beta_ptr + start * HV + i_h + rows * HV, mask=inside, other=0.0).to(tl.float32)
+    b = tl.where(inside, sigmoid(b), 0.0)
+    slope = tl.exp(tl.load(A_log_ptr + i_h).to(tl.float32)) * -1.4426950408889634
+    bias = tl.load(dt_bias_ptr + i_h * K + cols, mask=cols < K, other=0.0).to(tl.float32) * slope
+    root_t = tl.rsqrt(1.0 + tl.exp2(channels_first(g, i, j, EXACT) * slope + bias[:, None]))
+    g_t = root_t * root_t * tl.where(inside, lower_bits, 0.0)[None, :]
+    G_t, G_end = cumulative_decay(g_t, i <= j, EXACT)
+    up_t = tl.exp2(G_t + CENTRE)
+    down_t = tl.exp2(-G_t - CENTRE)
+    tl.store(decay_ptr + at * BK + cols, tl.exp2(G_end))
 
-    q = tl.load(q_ptr + key_at, mask=mask, other=0.0)
-    q_up_t = tl.trans(q).to(tl.float32) * (l2_scale(q.to(tl.float32)) * scale)[None, :] * up_t
-    tl.store(q_in_ptr + wide, (q_up_t * (2.0**-CENTRE)).to(dtype))
-    k = tl.load(k_ptr + key_at, mask=mask, other=0.0)
-    k_t = tl.trans(k).to(tl.float32) * l2_scale(k.to(tl.float32))[None, :]
-    tl.store(k_out_ptr + wide, (k_t * tl.exp2(behind_t)).to(dtype))
+    q_norm = l2_scale(q.to(tl.float32))
+    k_norm = l2_scale(k.to(tl.float32))
+    tl.store(norm_ptr + at * 2 * C + rows, q_norm)
+    tl.store(norm_ptr + at * 2 * C + C + rows, k_norm)
+    q_t = channels_first(q, i, j, EXACT) * (q_norm * scale)[None, :]
+    k_t = channels_first(k, i, j, EXACT) * k_norm[None, :]
+    q_up_t = q_t * up_t
     k_up_t = k_t * up_t
-    k_in_t = (k_up_t * (2.0**-CENTRE)).to(dtype)
-    k_down_t = (k_t * tl.exp2(-upto_t - CENTRE)).to(dtype)
+    k_down_t = k_t * down_t
+    if EXACT:
+        q_in_t = q_t * tl.exp2(G_t)
+        k_in_t = k_t * tl.exp2(G_t)
+        k_out_t = k_t * tl.exp2(G_end[:, None] - G_t)
+    else:
+        q_in_t = q_up_t * (2.0**-CENTRE)
+        k_in_t = k_up_t * (2.0**-CENTRE)
+        k_out_t = k_down_t * tl.exp2(G_end + CENTRE)[:, None]
+    tl.store(q_in_ptr + wide_start + wide, q_in_t.to(dtype))
+    tl.store(k_in_ptr + wide_start + wide, (-k_in_t).to(dtype))
+    tl.store(k_out_ptr + wide_start + wide, k_out_t.to(dtype))
+    k_down_t = k_down_t.to(dtype)
 
-    square = at * C * C + i * C + j
+    square = i * C + j
     qk_t = tl.dot(tl.trans(k_down_t), q_up_t.to(dtype), input_precision=PRECISION)
-    tl.store(qk_ptr + square, tl.where(i <= j, qk_t, 0.0).to(dtype))
+    tl.store(qk_ptr + at * C * C + square, tl.where(i <= j, qk_t, 0.0).to(dtype))
     kk = tl.dot(tl.trans(k_up_t.to(dtype)), k_down_t, input_precision=PRECISION)
-    b = sigmoid(tl.load(beta_ptr + (token * HV + i_h)[:, None], mask=inside[:, None], other=0.0).to(tl.float32))
-    A = tl.where((i > j) & inside[:, None], kk * b, 0.0)
-    M = unit_lower_inverse(A, i, j, C, PRECISION)
-    # The columns of M carry b, which is read again along the other axis.
-    b = sigmoid(tl.load(beta_ptr + (token * HV + i_h)[None, :], mask=inside[None, :], other=0.0).to(tl.float32))
-    M = (M * tl.where(inside[None, :], b, 0.0)).to(dtype)
-    if STORE_INVERSE:
-        tl.store(inverse_ptr + square, M)
-    M_t = tl.trans(M)
-    tl.store(w_ptr + wide, tl.dot(k_in_t, M_t, input_precision=PRECISION).to(dtype))
-    v_cols = tl.arange(0, VP)
-    v_at = (token * HV + i_h)[:, None] * V + v_cols[None, :]
-    v = tl.load(v_ptr + v_at, mask=inside[:, None] & (v_cols < V)[None, :], other=0.0).to(dtype)
-    u_t = tl.dot(tl.trans(v), M_t, input_precision=PRECISION)
-    tl.store(u_ptr + at * VP * C + v_cols[:, None] * C + rows[None, :], u_t.to(dtype))
+    M = unit_lower_inverse(tl.where(i > j, kk * b[:, None], 0.0), C, PRECISION)
+    tl.store(inverse_ptr + at * C * C + square, (M * b[None, :]).to(dtype))
 
 
 @triton.jit
 def scan_kernel(
-    w_ptr,
-    u_ptr,
     q_in_ptr,
+    k_in_ptr,
     k_out_ptr,
     qk_ptr,
+    inverse_ptr,
     decay_ptr,
+    v_ptr,
     initial_ptr,
     final_ptr,
     o_ptr,
+    u_ptr,
     state_ptr,
+    transition_ptr,
     cu_ptr,
     first_ptr,
+    segment_document_ptr,
+    segment_position_ptr,
     T,
     per_row,
+    length,
+    segments_per_row,
     HV: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -321,57 +420,149 @@ def scan_kernel(
     VP: tl.constexpr,
     BV: tl.constexpr,
     PRECISION: tl.constexpr,
+    EXACT: tl.constexpr,
     HAS_INITIAL: tl.constexpr,
     STORE_FINAL: tl.constexpr,
-    OUTPUT: tl.constexpr,
+    MODE: tl.constexpr,
     PACKED: tl.constexpr,
+    SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Walk over the chunks of one document: outputs o, or, for the backward, the states [chunk, HV, VP, BK].
+    """Walk over the chunks of one segment. MODE says what for:
 
-    The states are those before the chunks; with them u is overwritten with the corrected values u - w S.
+    "outputs": o [T, HV, V]. "states", for the backward: the states [chunk, HV, VP, BK] before the chunks and the
+    corrected values u [chunk, HV, VP, C]. "transition": the final states alone, and, by further programs that start
+    from columns of the identity and see no values, the transition [segment, HV, BK, BK] of the state, transposed.
     """
     # Programs of one head are neighbours: they read the same keys. One axis, because only the first is long.
     value_blocks: tl.constexpr = (V + BV - 1) // BV
-    i_v = tl.program_id(0) % value_blocks
-    i_n = tl.program_id(0) // value_blocks // HV
-    i_h = tl.program_id(0) // value_blocks % HV
-    start, end, num_chunks, first = document_span(i_n, cu_ptr, first_ptr, T, per_row, C, PACKED)
-    dtype = w_ptr.dtype.element_ty
+    blocks: tl.constexpr = value_blocks + ((BK + BV - 1) // BV if MODE == "transition" else 0)
+    i_v = tl.program_id(0) % blocks
+    i_n = tl.program_id(0) // blocks // HV
+    i_h = tl.program_id(0) // blocks % HV
+    start, end, num_chunks, first = segment_span(
+        i_n,
+        cu_ptr,
+        first_ptr,
+        segment_document_ptr,
+        segment_position_ptr,
+        T,
+        per_row,
+        length,
+        segments_per_row,
+        C,
+        PACKED,
+        SPLIT,
+    )
+    dtype = q_in_ptr.dtype.element_ty
     rows = tl.arange(0, C)
     cols = tl.arange(0, BK)
     v_cols = i_v * BV + tl.arange(0, BV)
     state_at = (i_n * HV + i_h).to(tl.int64) * K * V + cols[None, :] * V + v_cols[:, None]
     state_mask = (cols < K)[None, :] & (v_cols < V)[:, None]
+    wide = cols[:, None] * C + rows[None, :]
+    square = rows[:, None] * C + rows[None, :]
+    v_at = rows[:, None] * (HV * V) + v_cols[None, :]
     S = tl.zeros((BV, BK), dtype=tl.float32)
     if HAS_INITIAL:
         S += tl.load(initial_ptr + state_at, mask=state_mask, other=0.0).to(tl.float32)
+    if MODE == "transition":
+        # Negative for the programs that hold values.
+        key_cols = v_cols - value_blocks * BV
+        S += tl.where(key_cols[:, None] == cols[None, :], 1.0, 0.0)
 
     for i in tl.range(0, num_chunks, num_stages=STAGES):
         at = (first + i) * HV + i_h
-        wide = at * BK * C + cols[:, None] * C + rows[None, :]
-        w_t = tl.load(w_ptr + wide)
-        u_at = at * VP * C + v_cols[:, None] * C + rows[None, :]
-        u_t = tl.load(u_ptr + u_at).to(tl.float32)
-        k_out_t = tl.load(k_out_ptr + wide)
+        wide_start = at * BK * C
+        square_start = at * C * C
+        token = start + i * C
+        v_start = (token * HV + i_h) * V
+        v_mask = (token + rows < end)[:, None] & (v_cols < V)[None, :]
+        k_in_t = tl.load(k_in_ptr + wide_start + wide)
+        v = tl.load(v_ptr + v_start + v_at, mask=v_mask, other=0.0)
+        M = tl.load(inverse_ptr + square_start + square)
+        k_out_t = tl.load(k_out_ptr + wide_start + wide)
         decay = tl.load(decay_ptr + at * BK + cols)
         S_low = S.to(dtype)
-        u_low = (u_t - tl.dot(S_low, w_t, input_precision=PRECISION)).to(dtype)
-        if OUTPUT:
-            q_in_t = tl.load(q_in_ptr + wide)
-            qk_t = tl.load(qk_ptr + at * C * C + rows[:, None] * C + rows[None, :])
+        u_t = channels_first(v, rows[:, None], rows[None, :], EXACT)
+        u_t = tl.dot(S_low, k_in_t, u_t, input_precision=PRECISION).to(dtype)
+        u_t = tl.dot(u_t, tl.trans(M), input_precision=PRECISION).to(dtype)
+        if MODE == "outputs":
+            q_in_t = tl.load(q_in_ptr + wide_start + wide)
+            qk_t = tl.load(qk_ptr + square_start + square)
             o_t = tl.dot(S_low, q_in_t, input_precision=PRECISION)
-            o_t = tl.dot(u_low, qk_t, o_t, input_precision=PRECISION)
-            token = start + i * C + rows
-            o_mask = (token < end)[None, :] & (v_cols < V)[:, None]
-            tl.store(o_ptr + (token * HV + i_h)[None, :] * V + v_cols[:, None], o_t, mask=o_mask)
-        else:
-            tl.store(state_ptr + at * VP * BK + v_cols[:, None] * BK + cols[None, :], S_low)
-            tl.store(u_ptr + u_at, u_low)
-        S = tl.dot(u_low, tl.trans(k_out_t), S * decay[None, :], input_precision=PRECISION)
+            o_t = tl.dot(u_t, qk_t, o_t, input_precision=PRECISION)
+            tl.store(o_ptr + v_start + tl.trans(v_at), o_t, mask=tl.trans(v_mask))
+        elif MODE == "states":
+            tl.store(state_ptr + at * VP * BK + (v_cols[:, None] * BK + cols[None, :]), S_low)
+            tl.store(u_ptr + at * VP * C + (v_cols[:, None] * C + rows[None, :]), u_t)
+        S = tl.dot(u_t, tl.trans(k_out_t), S * decay[None, :], input_precision=PRECISION)
 
     if STORE_FINAL:
         tl.store(final_ptr + state_at, S, mask=state_mask)
+    if MODE == "transition":
+        at = (i_n * HV + i_h).to(tl.int64) * BK * BK
+        inside = (key_cols >= 0) & (key_cols < BK)
+        tl.store(transition_ptr + at + (key_cols[:, None] * BK + cols[None, :]), S, mask=inside[:, None])
+
+
+@triton.jit
+def compose_kernel(
+    transition_ptr,
+    change_ptr,
+    start_ptr,
+    finish_ptr,
+    result_ptr,
+    cu_ptr,
+    segment_first_ptr,
+    length,
+    segments_per_row,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    PRECISION: tl.constexpr,
+    HAS_START: tl.constexpr,
+    STORE_FINISH: tl.constexpr,
+    REVERSE: tl.constexpr,
+    PACKED: tl.constexpr,
+):
+    """States between the segments of one document, or with REVERSE their gradients.
+
+    `result` [segment, HV, K, V] is what each segment starts from, S <- transition S + change leads to the next;
+    `start` and `finish` [N, HV, K, V] lie at the ends of the document.
+    """
+    value_blocks: tl.constexpr = (V + BV - 1) // BV
+    i_v = tl.program_id(0) % value_blocks
+    i_n = tl.program_id(0) // value_blocks // HV
+    i_h = tl.program_id(0) // value_blocks % HV
+    if PACKED:
+        tokens = (tl.load(cu_ptr + i_n + 1) - tl.load(cu_ptr + i_n)).to(tl.int32)
+        segments = tl.cdiv(tl.cdiv(tokens, C), length)
+        first = tl.load(segment_first_ptr + i_n).to(tl.int64)
+    else:
+        segments = segments_per_row
+        first = i_n.to(tl.int64) * segments_per_row
+    cols = tl.arange(0, BK)
+    v_cols = i_v * BV + tl.arange(0, BV)
+    tile = cols[None, :] * V + v_cols[:, None]
+    mask = (cols < K)[None, :] & (v_cols < V)[:, None]
+    document_at = (i_n * HV + i_h).to(tl.int64) * K * V
+    S = tl.zeros((BV, BK), dtype=tl.float32)
+    if HAS_START:
+        S += tl.load(start_ptr + document_at + tile, mask=mask, other=0.0).to(tl.float32)
+    for step in range(segments):
+        at = (first + (segments - 1 - step if REVERSE else step)) * HV + i_h
+        tl.store(result_ptr + at * K * V + tile, S, mask=mask)
+        transition = tl.load(transition_ptr + at * BK * BK + (cols[:, None] * BK + cols[None, :]))
+        change = tl.load(change_ptr + at * K * V + tile, mask=mask, other=0.0)
+        if REVERSE:
+            transition = tl.trans(transition)
+        S = tl.dot(S, transition, change, input_precision=PRECISION)
+    if STORE_FINISH:
+        tl.store(finish_ptr + document_at + tile, S, mask=mask)
 
 
 @triton.jit
@@ -397,7 +588,6 @@ def zero_slack(x: torch.Tensor, cu_seqlens: torch.Tensor) -> None:
 def prepare(
     q: torch.Tensor,
     k: torch.Tensor,
-    v: torch.Tensor,
     g: torch.Tensor,
     beta: torch.Tensor,
     A_log: torch.Tensor,
@@ -407,36 +597,27 @@ def prepare(
     config: Config,
     gate_lower_bound: float,
     scale: float,
-    store_inverse: bool,
 ) -> dict[str, torch.Tensor]:
     """Launch `prepare_kernel`; the inputs are contiguous. Returns its buffers by name."""
     T, H, K = q.shape[1:]
-    HV, V = v.shape[2:]
-    C, BK, VP = config.C, config.BK, config.VP
+    HV = g.shape[2]
+    C, BK = config.C, config.BK
 
     def buffer(*shape: int, dtype: torch.dtype = config.compute) -> torch.Tensor:
         return torch.empty((chunks.num, HV, *shape), device=q.device, dtype=dtype)
 
-    buffers = {"w": buffer(BK, C), "u": buffer(VP, C), "q_in": buffer(BK, C), "k_out": buffer(BK, C)}
-    buffers |= {"qk": buffer(C, C), "decay": buffer(BK, dtype=torch.float32)}
-    if store_inverse:
-        buffers["inverse"] = buffer(C, C)
+    buffers = {"q_in": buffer(BK, C), "k_in": buffer(BK, C), "k_out": buffer(BK, C)}
+    buffers |= {"qk": buffer(C, C), "inverse": buffer(C, C)}
+    buffers |= {"decay": buffer(BK, dtype=torch.float32), "norm": buffer(2, C, dtype=torch.float32)}
     if chunks.num:
         prepare_kernel[(chunks.num * HV,)](
             q,
             k,
-            v,
             g,
             beta,
             A_log,
             dt_bias,
-            buffers["w"],
-            buffers["u"],
-            buffers["q_in"],
-            buffers["k_out"],
-            buffers["qk"],
-            buffers.get("inverse"),
-            buffers["decay"],
+            *buffers.values(),
             cu_seqlens,
             chunks.documents,
             chunks.positions,
@@ -447,14 +628,11 @@ def prepare(
             H=H,
             HV=HV,
             K=K,
-            V=V,
             C=C,
             BK=BK,
-            VP=VP,
             CENTRE=config.centre,
             PRECISION=config.precision,
             EXACT=config.compute == torch.float32,
-            STORE_INVERSE=store_inverse,
             PACKED=cu_seqlens is not None,
             num_warps=config.prepare_warps,
             num_stages=1,
@@ -464,37 +642,44 @@ def prepare(
 
 
 def scan(
+    mode: str,
     buffers: dict[str, torch.Tensor],
+    v: torch.Tensor,
     initial_state: torch.Tensor | None,
     final_state: torch.Tensor | None,
-    o: torch.Tensor | None,
-    states: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
     chunks: Chunks,
+    segments: Segments,
     config: Config,
-    T: int,
     K: int,
-    V: int,
+    *,
+    o: torch.Tensor | None = None,
+    u: torch.Tensor | None = None,
+    states: torch.Tensor | None = None,
+    transition: torch.Tensor | None = None,
 ) -> None:
-    """Launch `scan_kernel` for the outputs `o`, or for `states` (then `buffers["u"]` becomes the corrected values)."""
-    HV = buffers["w"].shape[1]
-    if chunks.num_documents == 0:
+    """Launch `scan_kernel` in one of its modes; the states are those of segments."""
+    T, HV, V = v.shape[1:]
+    blocks = triton.cdiv(V, config.BV) + (triton.cdiv(config.BK, config.BV) if mode == "transition" else 0)
+    if segments.num == 0:
         return
-    scan_kernel[(chunks.num_documents * HV * triton.cdiv(V, config.BV),)](
-        buffers["w"],
-        buffers["u"],
-        buffers["q_in"],
-        buffers["k_out"],
-        buffers["qk"],
-        buffers["decay"],
+    scan_kernel[(segments.num * HV * blocks,)](
+        *(buffers[name] for name in ("q_in", "k_in", "k_out", "qk", "inverse", "decay")),
+        v,
         initial_state,
         final_state,
         o,
+        u,
         states,
+        transition,
         cu_seqlens,
         chunks.first,
+        segments.documents,
+        segments.positions,
         T,
         chunks.per_row,
+        segments.length,
+        segments.per_row,
         HV=HV,
         K=K,
         V=V,
@@ -503,13 +688,86 @@ def scan(
         VP=config.VP,
         BV=config.BV,
         PRECISION=config.precision,
+        EXACT=config.compute == torch.float32,
         HAS_INITIAL=initial_state is not None,
         STORE_FINAL=final_state is not None,
-        OUTPUT=o is not None,
+        MODE=mode,
         PACKED=cu_seqlens is not None,
+        SPLIT=segments.split,
         num_warps=config.scan_warps,
         STAGES=config.scan_stages,
     )
+
+
+def compose(
+    transition: torch.Tensor,
+    change: torch.Tensor,
+    start: torch.Tensor | None,
+    finish: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    chunks: Chunks,
+    segments: Segments,
+    config: Config,
+    *,
+    reverse: bool,
+) -> torch.Tensor:
+    """Launch `compose_kernel`. Returns what each segment starts from (in reverse: ends with), shaped as `change`."""
+    HV, K, V = change.shape[1:]
+    result = torch.empty_like(change)
+    BV = min(config.VP, 16)
+    compose_kernel[(chunks.num_documents * HV * triton.cdiv(V, BV),)](
+        transition,
+        change,
+        start,
+        finish,
+        result,
+        cu_seqlens,
+        segments.first,
+        segments.length,
+        segments.per_row,
+        HV=HV,
+        K=K,
+        V=V,
+        C=config.C,
+        BK=config.BK,
+        BV=BV,
+        PRECISION="tf32x3" if config.precision != "ieee" else "ieee",
+        HAS_START=start is not None,
+        STORE_FINISH=finish is not None,
+        REVERSE=reverse,
+        PACKED=cu_seqlens is not None,
+        num_warps=max(4, config.BK // 16),
+        num_stages=2,
+    )
+    return result
+
+
+def split_states(
+    buffers: dict[str, torch.Tensor],
+    v: torch.Tensor,
+    initial_state: torch.Tensor | None,
+    final_state: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    chunks: Chunks,
+    segments: Segments,
+    config: Config,
+    K: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The state before every segment [num, HV, K, V] fp32, and the transitions [num, HV, BK, BK] fp32 of all.
+
+    Every segment is walked over from a zero state; its end and its transition then compose exactly.
+    """
+    HV, V = v.shape[2:]
+    ends = torch.empty(segments.num, HV, K, V, device=v.device, dtype=torch.float32)
+    transition = torch.empty(segments.num, HV, config.BK, config.BK, device=v.device, dtype=torch.float32)
+    scan("transition", buffers, v, None, ends, cu_seqlens, chunks, segments, config, K, transition=transition)
+    arguments = (cu_seqlens, chunks, segments, config)
+    return compose(transition, ends, initial_state, final_state, *arguments, reverse=False), transition
+
+
+def processors_of(device: torch.device) -> int:
+    """Multiprocessors of the device; one where there is none, so that nothing is split."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def shared_memory_of(device: torch.device) -> int:
@@ -542,10 +800,16 @@ def chunk_forward(
     final_state = None
     if output_final_state:
         final_state = torch.empty(chunks.num_documents, HV, K, V, device=q.device, dtype=torch.float32)
-    buffers = prepare(
-        q, k, v, g, beta, A_log, dt_bias, cu_seqlens, chunks, config, gate_lower_bound, scale, store_inverse=False
-    )
-    scan(buffers, initial_state, final_state, o, None, cu_seqlens, chunks, config, T, K, V)
+    buffers = prepare(q, k, g, beta, A_log, dt_bias, cu_seqlens, chunks, config, gate_lower_bound, scale)
+    columns = HV * triton.cdiv(V, config.BV)
+    segments = list_segments(B, T, columns, config, chunks, cu_seqlens, processors_of(q.device))
+    arguments = (cu_seqlens, chunks, segments, config, K)
+    if segments.split:
+        initial_state, _ = split_states(buffers, v, initial_state, final_state, *arguments)
+        final_state, last_state = None, final_state
+    else:
+        last_state = final_state
+    scan("outputs", buffers, v, initial_state, final_state, *arguments, o=o)
     if cu_seqlens is not None:
         zero_slack(o, cu_seqlens)
-    return o, final_state
+    return o, last_state
