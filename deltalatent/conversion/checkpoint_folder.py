@@ -19,7 +19,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from deltalatent.modeling.checkpoint_errors import check_save_finished, shortened
+from deltalatent.modeling.checkpoint_errors import (
+    INDEX_NAME,
+    SINGLE_NAME,
+    add_places,
+    check_index,
+    check_save_finished,
+    read_json,
+    read_weight_map,
+    shortened,
+)
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -34,8 +43,6 @@ DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
 }
 """Names of dtypes in safetensors headers."""
-
-INDEX_NAME, SINGLE_NAME = "model.safetensors.index.json", "model.safetensors"
 
 
 @dataclass(frozen=True)
@@ -95,21 +102,18 @@ class CheckpointFolder:
         """
         folder = Path(folder)
         check_save_finished(folder)
-        config = _read_json(folder / "config.json", "copy the file of the model that the weights belong to")
-        weight_map = _weight_map(folder)
+        config = read_json(folder / "config.json", "copy the file of the model that the weights belong to")
+        weight_map = read_weight_map(folder)
         files = tuple(dict.fromkeys(weight_map.values())) if weight_map is not None else (SINGLE_NAME,)
         _refuse_leftovers(folder, files)
         tensors: dict[str, Piece] = {}
+        places: dict[str, str] = {}
         for file in files:
             found = read_header(folder / file)
-            if twice := tensors.keys() & found.keys():
-                raise ValueError(
-                    f"each tensor must be in one file, got {shortened(twice)} in `{folder / file}` and in another: "
-                    "the files belong to different saves; copy the checkpoint again."
-                )
+            add_places(places, found, folder / file)
             tensors |= found
         if weight_map is not None:
-            _check_index(folder / INDEX_NAME, weight_map, tensors)
+            check_index(folder, weight_map, places)
         return cls(folder, config, tensors, files)
 
 
@@ -155,34 +159,6 @@ def _without_duplicates(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def _read_json(file: Path, fix: str) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_bytes())
-    except FileNotFoundError as error:
-        raise ValueError(f"`{file}` must be there, found none: {fix}.") from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"`{file}` must be readable JSON, got: {error}; {fix}.") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"`{file}` must hold a JSON object, got a {type(content).__name__}: {fix}.")
-    return content
-
-
-def _weight_map(folder: Path) -> dict[str, str] | None:
-    """Tensor name -> file name, or `None` for a folder with a single file."""
-    index = folder / INDEX_NAME
-    if not index.exists():
-        return None
-    weight_map = _read_json(index, "copy the index again").get("weight_map")
-    if not isinstance(weight_map, dict) or not all(
-        isinstance(file, str) and Path(file).name == file for file in weight_map.values()
-    ):
-        raise ValueError(
-            f"`{index}` must have a `weight_map` of tensor names to file names in the same folder, got "
-            f"{str(weight_map)[:80]}: copy the index again."
-        )
-    return weight_map
-
-
 def _refuse_leftovers(folder: Path, files: tuple[str, ...]) -> None:
     """Shards that no index names are of an interrupted or of another save; other tools' files do not matter."""
     leftovers = sorted({file.name for file in folder.glob("model*.safetensors")} - set(files))
@@ -195,18 +171,3 @@ def _refuse_leftovers(folder: Path, files: tuple[str, ...]) -> None:
     raise ValueError(
         f"{wrong} {shortened(leftovers)}: a save was interrupted, or two were mixed; copy or save it again."
     )
-
-
-def _check_index(index: Path, weight_map: dict[str, str], tensors: dict[str, Piece]) -> None:
-    absent, unlisted = weight_map.keys() - tensors.keys(), tensors.keys() - weight_map.keys()
-    elsewhere = [name for name, piece in tensors.items() if name in weight_map and weight_map[name] != piece.file.name]
-    for what, names in (
-        ("but the files that it names do not hold", absent),
-        ("but it has no entry for", unlisted),
-        ("but another file than it says holds", elsewhere),
-    ):
-        if names:
-            raise ValueError(
-                f"`{index}` must say where each tensor is, {what} {shortened(names)}: the index or the files were "
-                "changed; copy or save the checkpoint again."
-            )

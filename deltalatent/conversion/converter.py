@@ -30,7 +30,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from deltalatent.configuration.configuration_kimi_k3 import KimiK3TextConfig
-from deltalatent.conversion.checkpoint_folder import INDEX_NAME, CheckpointFolder, Piece
+from deltalatent.conversion.checkpoint_folder import CheckpointFolder, Piece
 from deltalatent.conversion.config_files import (
     fewer_experts,
     first_layers,
@@ -42,6 +42,7 @@ from deltalatent.conversion.layouts import Kind, Source, read_source
 from deltalatent.conversion.packing_error import PackingError
 from deltalatent.conversion.plan import Edits, Experts, Shard, Step, cut_into_shards, index_of, plan_steps
 from deltalatent.conversion.shard_writer import ShardWriter
+from deltalatent.modeling.checkpoint_errors import INDEX_NAME
 from deltalatent.modeling.packed_checkpoints import is_mxfp4
 
 REPORT_NAME = "conversion_report.json"

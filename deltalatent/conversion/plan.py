@@ -13,10 +13,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from deltalatent.conversion.checkpoint_folder import DTYPES, SINGLE_NAME, Piece
+from deltalatent.conversion.checkpoint_folder import DTYPES, Piece
 from deltalatent.conversion.layouts import EXPERT, LAYER, Kind, Source, stored_in_float32
 from deltalatent.conversion.mxfp4 import GROUP_SIZE, NAN_SCALE, dequantize_mxfp4, quantize_mxfp4
 from deltalatent.conversion.shard_writer import TensorSpec
+from deltalatent.modeling.checkpoint_errors import SINGLE_NAME
 from deltalatent.modeling.released_layout import RELEASED_MOE_NAME, TEXT_PREFIX
 
 Experts = Literal["as-is", "bfloat16", "mxfp4"]

@@ -18,6 +18,8 @@ from safetensors import SafetensorError, safe_open
 UNFINISHED_NAME = "save_in_progress"
 """File that is in a folder while a model is being saved into it."""
 
+INDEX_NAME, SINGLE_NAME = "model.safetensors.index.json", "model.safetensors"
+
 NOT_WEIGHTS = ("BOOL", "I16", "I32", "I64")
 """Dtypes, as in headers, of which no parameter of these models is, quantised or not."""
 
@@ -92,36 +94,81 @@ def check_files(folder: str | Path) -> None:
     """
     folder = Path(folder)
     check_save_finished(folder)
-    index = folder / "model.safetensors.index.json"
-    single = folder / "model.safetensors"
-    weight_map: dict[str, str] = {}
-    if index.is_file() and not single.is_file():
-        weight_map = json.loads(index.read_bytes()).get("weight_map", {})
-    elif not single.is_file():
-        return
+    if (folder / SINGLE_NAME).is_file():
+        weight_map, files = None, [SINGLE_NAME]
+    else:
+        weight_map = read_weight_map(folder)
+        files = list(dict.fromkeys((weight_map or {}).values()))
     places: dict[str, str] = {}
-    for file in dict.fromkeys(weight_map.values()) or [single.name]:
+    for file in files:
         if not (folder / file).is_file():
             return  # Transformers says which
         with safe_open(folder / file, framework="pt") as opened:
-            for name in opened.keys():
-                if name in places:
-                    raise ValueError(
-                        f"the files of the checkpoint {folder} must hold each tensor once, got {name} in "
-                        f"{places[name]} and {file}: two saves were mixed; copy or save it again."
-                    )
-                places[name] = file
-                dtype = opened.get_slice(name).get_dtype()
-                if dtype in NOT_WEIGHTS and name.endswith(".weight"):
-                    raise ValueError(
-                        f"the checkpoint {folder} must hold floating-point weights, got {name} ({dtype}): the file is "
-                        "damaged or of another format."
-                    )
-    if weight_map and (wrong := dict(weight_map.items() ^ places.items())):
+            names = list(opened.keys())
+            dtypes = {name: opened.get_slice(name).get_dtype() for name in names if name.endswith(".weight")}
+        add_places(places, names, folder / file)
+        if integers := [f"{name} ({dtype})" for name, dtype in dtypes.items() if dtype in NOT_WEIGHTS]:
+            raise ValueError(
+                f"the checkpoint {folder} must hold floating-point weights, got {shortened(integers)}: the file is "
+                "damaged or of another format."
+            )
+    if weight_map is not None:
+        check_index(folder, weight_map, places)
+
+
+def read_json(file: Path, fix: str) -> dict[str, Any]:
+    """A JSON object. Raises ValueError, with the advice `fix`, if the file is missing or holds something else."""
+    try:
+        content = json.loads(file.read_bytes())
+    except FileNotFoundError as error:
+        raise ValueError(f"`{file}` must be there, found none: {fix}.") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"`{file}` must be readable JSON, got: {error}; {fix}.") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"`{file}` must hold a JSON object, got a {type(content).__name__}: {fix}.")
+    return content
+
+
+def read_weight_map(folder: Path) -> dict[str, str] | None:
+    """Tensor name -> file name from a folder's index, `None` without one. Raises ValueError if it is no such thing."""
+    index = folder / INDEX_NAME
+    if not index.exists():
+        return None
+    weight_map = read_json(index, "copy the index again").get("weight_map")
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(file, str) and Path(file).name == file for file in weight_map.values()
+    ):
         raise ValueError(
-            f"the index of the checkpoint {folder} must say where each tensor is, got another place for "
-            f"{shortened(wrong)}: the index or the files were changed; copy or save it again."
+            f"`{index}` must have a `weight_map` of tensor names to file names in the same folder, got "
+            f"{str(weight_map)[:80]}: copy the index again."
         )
+    return weight_map
+
+
+def add_places(places: dict[str, str], names: Iterable[str], file: Path) -> None:
+    """Note in `places` (tensor name -> file name) what a file holds. Raises ValueError for a tensor in two files."""
+    for name in names:
+        if name in places:
+            raise ValueError(
+                f"the files of the checkpoint {file.parent} must hold each tensor once, got {name} in {places[name]} "
+                f"and {file.name}: two saves were mixed; copy or save it again."
+            )
+        places[name] = file.name
+
+
+def check_index(folder: Path, weight_map: dict[str, str], places: dict[str, str]) -> None:
+    """Raise ValueError if the index of a folder says anything else than where its tensors are."""
+    elsewhere = [name for name, file in places.items() if weight_map.get(name, file) != file]
+    for what, names in (
+        ("but the files that it names do not hold", weight_map.keys() - places.keys()),
+        ("but it has no entry for", places.keys() - weight_map.keys()),
+        ("but another file than it says holds", elsewhere),
+    ):
+        if names:
+            raise ValueError(
+                f"`{folder / INDEX_NAME}` must say where each tensor is, {what} {shortened(names)}: the index or the "
+                "files were changed; copy or save the checkpoint again."
+            )
 
 
 def unreadable_files(folder: str | Path) -> dict[str, str]:

@@ -140,7 +140,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda folder: shutil.copy(shard(folder, 1), folder / "model-00006-of-00006.safetensors"),
         r"must name every file .* got none for model-00006-of-00006.safetensors",
     ),
-    "tensor in two files": (twice_in_files, r"each tensor must be in one file, got "),
+    "tensor in two files": (twice_in_files, r"must hold each tensor once, got "),
     "tensor twice in a header": (twice_in_a_header, r"must be a whole safetensors file, got: .*"),
     "NaN": (replace_with(with_value(float("nan"))), r"must be finite, got NaN or infinity in .*00002-of-00005"),
     "infinity": (replace_with(with_value(float("-inf"))), r"must be finite, got NaN or infinity in .*00002-of-00005"),
