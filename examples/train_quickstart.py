@@ -32,7 +32,7 @@ SHOWN_AS = {int: ",", float: ",.4g"}
 
 @dataclass
 class QuickstartArguments(TrainingArguments):
-    """Flags of this script, and defaults of the Trainer's flags that suit a model of three million parameters."""
+    """Flags of this script, and defaults of the Trainer's flags that suit a model of four million parameters."""
 
     size: str = HfArg(default="nano", help="Ready-made model size, see `deltalatent.size_config`.")
     device_type: str = HfArg(default="cpu", aliases="--device", help="Where to train: cpu, cuda, mps, ...")

@@ -45,12 +45,12 @@ def tiny(**overrides) -> KimiK3TextConfig:
 
 
 def nano(**overrides) -> KimiK3TextConfig:
-    """3.7 M parameters: learns to write from a few megabytes of text in minutes on a laptop's CPU."""
+    """4.5 M parameters: learns to write from a few megabytes of text in minutes on a laptop's CPU."""
     return _config(
         8, 4, 32, overrides,
         vocab_size=2048, hidden_size=128, intermediate_size=384, q_lora_rank=64, kv_lora_rank=64,
         attn_res_block_size=4, num_experts=32, num_experts_per_token=4, num_shared_experts=1,
-        moe_intermediate_size=48, routed_expert_hidden_size=64, max_position_embeddings=8192,
+        moe_intermediate_size=64, routed_expert_hidden_size=64, max_position_embeddings=8192,
         initializer_range=0.06, embedding_initializer_range=1.0,
     )  # fmt: skip
 
