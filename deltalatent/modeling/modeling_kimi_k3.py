@@ -38,7 +38,6 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from deltalatent.configuration.configuration_kimi_k3 import KimiK3TextConfig
 from deltalatent.kernels.dispatch import triton_obstacle
 from deltalatent.kernels.latent_attention import document_groups
-from deltalatent.kernels.linear_cross_entropy import linear_cross_entropy
 from deltalatent.kernels.sequence_layout import SequenceLayout, sequence_layout
 from deltalatent.modeling.attention_residuals import KimiK3MixedRMSNorm, KimiK3PseudoQuery
 from deltalatent.modeling.checkpoint_errors import (
@@ -50,6 +49,7 @@ from deltalatent.modeling.checkpoint_errors import (
 )
 from deltalatent.modeling.delta_attention import KimiK3DeltaAttention, KimiK3ShortConvolution
 from deltalatent.modeling.experts_backends import GROUPED_MM_MULTIPLE
+from deltalatent.modeling.language_head import KimiK3LanguageHead, has_loss_without_logits
 from deltalatent.modeling.latent_attention import CausalView, KimiK3LatentAttention
 from deltalatent.modeling.latent_moe import (
     KimiK3Experts,
@@ -584,14 +584,6 @@ def _holds_tokens(cache: Cache) -> bool:
     return int(length) > 0
 
 
-def _is_plain_linear(head: nn.Module) -> bool:
-    """Whether a head is its weight and nothing else: no adapter, quantiser, shard, or hook that its call would run."""
-    is_hooked = head._forward_hooks or head._forward_pre_hooks or hasattr(head, "_hf_hook")
-    if type(head) is not nn.Linear or head.bias is not None or is_hooked:
-        return False
-    return type(head.weight) in (Tensor, nn.Parameter)
-
-
 class RefuseNaN(LogitsProcessor):
     """Stops `generate` at logits that are NaN; greedy search would take the arg-max of NaN and write on for ever."""
 
@@ -667,15 +659,14 @@ class KimiK3GenerationMixin(GenerationMixin):
         **kwargs,
     ) -> tuple[Tensor, Tensor | None]:
         """Loss of tokens [B, T, D] with labels [B, T], and their logits unless these can be and shall be skipped."""
-        if skip_logits and self.loss_function is ForCausalLMLoss and _is_plain_linear(self.lm_head):
+        if skip_logits and self.loss_function is ForCausalLMLoss and has_loss_without_logits(self.lm_head):
             if shift_labels is None:
                 shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
             if isinstance(num_items_in_batch, Tensor):
                 num_items_in_batch = num_items_in_batch.to(hidden_states.device)
-            weight = cast(Tensor, self.lm_head.weight)
             targets = shift_labels.to(hidden_states.device).view(hidden_states.shape[:2])
-            loss = linear_cross_entropy(
-                hidden_states, weight, targets, num_items=num_items_in_batch, ignore_index=ignore_index
+            loss = self.lm_head(
+                hidden_states, targets=targets, num_items=num_items_in_batch, ignore_index=ignore_index
             )
             return loss, None
         logits = self.lm_head(hidden_states)
@@ -732,7 +723,7 @@ class KimiK3ForCausalLM(KimiK3PreTrainedModel, KimiK3GenerationMixin):
         super().__init__(config)
         self.model = KimiK3TextModel(config)
         self.vocab_size = config.vocab_size
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = KimiK3LanguageHead(config.hidden_size, config.vocab_size)
         self.post_init()
 
     @can_return_tuple
@@ -754,7 +745,7 @@ class KimiK3ForCausalLM(KimiK3PreTrainedModel, KimiK3GenerationMixin):
 
         A training step has labels and no use for logits, which are larger than everything else in it: then the loss is
         computed a few tokens at a time (`linear_cross_entropy`), and `logits` is `None`. Adapters in the head,
-        quantised or sharded heads, and a `loss_function` of your own take the way over all logits.
+        quantised or tensor-parallel heads, and a `loss_function` of your own take the way over all logits.
 
         Args:
             input_ids, attention_mask, position_ids, cache, inputs_embeds, use_cache: As in `KimiK3TextModel.forward`.

@@ -25,6 +25,7 @@ from transformers.utils import can_return_tuple
 from transformers.utils.deprecation import deprecate_kwarg
 
 from deltalatent.configuration.configuration_kimi_k3 import KimiK3Config, KimiK3VisionConfig
+from deltalatent.modeling.language_head import KimiK3LanguageHead
 from deltalatent.modeling.modeling_kimi_k3 import KimiK3GenerationMixin, KimiK3PreTrainedModel, KimiK3TextModel
 from deltalatent.modeling.vision_tower import KimiK3Projector, KimiK3VisionModel
 
@@ -210,7 +211,7 @@ class KimiK3ForConditionalGeneration(KimiK3MultimodalPreTrainedModel, KimiK3Gene
         self.model = KimiK3Model(config)
         text = config.get_text_config()
         self.vocab_size = text.vocab_size
-        self.lm_head = nn.Linear(text.hidden_size, text.vocab_size, bias=False)
+        self.lm_head = KimiK3LanguageHead(text.hidden_size, text.vocab_size)
         self.post_init()
 
     def get_image_features(self, pixel_values: Tensor, grid_thws: Tensor, **kwargs) -> BaseModelOutputWithPooling:

@@ -4,12 +4,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deltalatent.kernels.linear_cross_entropy import api
@@ -157,3 +159,22 @@ def test_a_training_step_under_autocast_and_in_bf16() -> None:
     model.to(torch.bfloat16)
     losses = [model(**inputs, skip_logits=skip).loss for skip in (True, False)]
     assert_close(*losses, 1e-5)
+
+
+def test_a_sharded_head_is_gathered_for_the_loss(tmp_path: Path) -> None:
+    """FSDP2 with the head as a group of its own: the weight exists only during calls of the module."""
+    model = tiny_model("dense").train()
+    inputs = labelled(model)
+    expected = gradients(model, model(**inputs).loss)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+        fully_shard(model.lm_head, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        output = model(**inputs)
+        output.loss.backward()
+        assert output.logits is None
+        found = {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
+    finally:
+        torch.distributed.destroy_process_group()
+    assert_gradients_close(found, expected)
