@@ -8,9 +8,8 @@ The engine gives each FSDP2 group one dtype and one precision policy. A KDA laye
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -56,7 +55,7 @@ def shard_float32_modules(
         "offload_policy": offload_policy or OffloadPolicy(),
         "reshard_after_forward": reshard_after_forward,
     }
-    as_stored = dataclasses.replace(mp_policy, param_dtype=None, output_dtype=None, reduce_dtype=torch.float32)
+    as_stored = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     modules = list(_float32_modules(model))
     for _, module in modules:
         linears = [
@@ -132,7 +131,7 @@ class ShardedLoading(DistributedMixin):
     def _resolve_parallel_plans(self, distributed_config):
         # Of a half-precision model the base class groups what stays float32 by itself, parents of it included.
         tp_plan, ep_plan, fsdp_plan = super()._resolve_parallel_plans(distributed_config)
-        grouped = [name for name, _ in _float32_modules(self)]
+        grouped = [name for name, _ in _float32_modules(cast(nn.Module, self))]
         fsdp_plan = {
             name: style
             for name, style in fsdp_plan.items()
