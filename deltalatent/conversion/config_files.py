@@ -82,7 +82,7 @@ def target_config(
         fields: Of its text model, with what was changed.
         kind: Of the target.
         packed: Whether experts are packed as MXFP4.
-        vision: The `config.json` from which the outer part of a composite is taken; `None` for no vision part.
+        vision: The `config.json` from which the outer part of a composite is taken, `None` if there is none.
     """
     raw = source.folder.config
     same_kind = kind == source.kind
@@ -103,7 +103,7 @@ def target_config(
         return head | {"model_type": "kimi_linear"} | custom_code | _in_released_words(fields) | claim
     text_config = {"model_type": "kimi_linear"} | fields
     if source.kind == "composite":
-        outer, given = dict(raw), raw["text_config"]
+        outer, given = dict(vision or raw), raw["text_config"]
         # What `fields` took over from the outer part stays there.
         text_config = {key: value for key, value in text_config.items() if key in given or key not in SHARED_FIELDS}
         text_config |= {key: given[key] for key in ("architectures", "auto_map") if key in given}

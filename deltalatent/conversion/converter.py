@@ -51,6 +51,7 @@ JOURNAL_NAME, LOCK_NAME = "conversion_journal.jsonl", ".conversion.lock"
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.gguf")
+VISION_FIELDS = ("vision_config", "media_placeholder_token_id")
 VISION_FILES = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
 WRITTEN_FILES = ("config.json", REPORT_NAME, JOURNAL_NAME, LOCK_NAME)
 
@@ -167,7 +168,7 @@ def convert(
     shards = cut_into_shards(steps, _bytes(max_shard_size))
     specs = [spec for shard in shards for spec in shard.specs]
     is_packed = any(spec.name.endswith(".weight_packed") for spec in specs)
-    copied, not_copied = _other_files(checked, kind)
+    copied, not_copied = _other_files(checked, kind, vision_from)
     report = ConversionReport(
         source=str(source),
         target=str(target),
@@ -270,6 +271,9 @@ def _vision_part(
             f"the vision part must project to `hidden_size`={source.config.hidden_size}, got {width} in "
             f"`{vision_from}`: take the tower of a model of this width."
         )
+    if source.kind == "composite":
+        theirs = {key: donor.folder.config[key] for key in VISION_FIELDS if key in donor.folder.config}
+        return donor.vision, source.folder.config | theirs
     return donor.vision, donor.folder.config
 
 
@@ -310,7 +314,7 @@ def _check_quantization(source: Source) -> None:
         )
 
 
-def _other_files(source: Source, kind: Kind) -> tuple[list[Path], list[str]]:
+def _other_files(source: Source, kind: Kind, vision_from: str | Path | None) -> tuple[list[Path], list[str]]:
     """Tokenizer, templates, licence and so on, which are copied; and names of what is not."""
     copied: list[Path] = []
     left: list[Path] = []
@@ -318,9 +322,13 @@ def _other_files(source: Source, kind: Kind) -> tuple[list[Path], list[str]]:
         if file.name in WRITTEN_FILES or file.name in source.folder.files or file.name == INDEX_NAME:
             continue
         is_weights = any(file.match(pattern) for pattern in WEIGHT_FILES)
-        # Code names the classes of its own layout; what turns pictures into patches needs the vision part.
-        is_strange = kind != source.kind and (file.suffix == ".py" or (file.name in VISION_FILES and kind == "text"))
+        # Of another layout: classes for that one, and what turns pictures into patches for a vision part.
+        is_strange = file.match("modeling_*.py") or file.match("configuration_*.py")
+        is_strange = kind != source.kind and (is_strange or (file.name in VISION_FILES and kind == "text"))
         (left if is_weights or is_strange or not file.is_file() else copied).append(file)
+    if vision_from is not None:
+        theirs = [Path(vision_from, name) for name in VISION_FILES if name not in {file.name for file in copied}]
+        copied += [file for file in theirs if file.is_file()]
     return copied, [file.name for file in left]
 
 

@@ -121,6 +121,17 @@ def test_composite_stays_a_composite(tmp_path: Path) -> None:
     assert config_of(tmp_path / "same") == config_of(COMPOSITE)
 
 
+def test_composite_without_tower_gets_one(text: Path, tmp_path: Path) -> None:
+    """Also the settings of its image processor, which a text folder does not have."""
+    donor = Path(shutil.copytree(COMPOSITE, tmp_path / "donor"))
+    (donor / "preprocessor_config.json").write_text("{}")
+    convert(text, tmp_path / "blind", to="composite")
+    convert(tmp_path / "blind", tmp_path / "seeing", vision_from=donor)
+    assert_same(tensors_of(tmp_path / "seeing"), tensors_of(COMPOSITE))
+    assert config_of(tmp_path / "seeing") | {"ignore_index": -100} == config_of(COMPOSITE)
+    assert (tmp_path / "seeing" / "preprocessor_config.json").exists()
+
+
 @pytest.mark.parametrize("name", TEXT_FIXTURES)
 def test_text_model_without_tower(name: str, tmp_path: Path) -> None:
     """Released text folders say `kimi_linear`; as a composite that is the nested type, and stays out of sight."""
@@ -263,12 +274,14 @@ def test_predecessor_as_released_by_its_authors(
         for name, tensor in stored.items()
     }
     save_file(narrow, tmp_path / "released" / "model.safetensors")
-    (tmp_path / "released" / "modeling_kimi.py").write_text("")
+    for name in ("modeling_kimi.py", "tokenization_kimi.py"):
+        (tmp_path / "released" / name).write_text("")
     config = config_of(tmp_path / "released") | {"auto_map": {"AutoModelForCausalLM": "modeling_kimi.KimiLinear"}}
     (tmp_path / "released" / "config.json").write_text(json.dumps(config))
     convert(tmp_path / "released", tmp_path / "same")
     assert (tmp_path / "same" / "modeling_kimi.py").exists() and "auto_map" in config_of(tmp_path / "same")
     report = convert(tmp_path / "released", tmp_path / "ours", to="text")
+    assert (tmp_path / "ours" / "tokenization_kimi.py").exists()
     assert report.not_copied == ["modeling_kimi.py"] and "auto_map" not in config_of(tmp_path / "ours")
     ours = tensors_of(tmp_path / "ours")
     for name, tensor in narrow.items():
