@@ -143,6 +143,11 @@ def _kda_chunk_work(dims: Dims, size: int) -> Work:
     return Work(forward, 6.0 * tokens * K * V, backward, 12.0 * tokens * K * V)
 
 
+def _kda_forward_work(dims: Dims, size: int) -> Work:
+    work = _kda_chunk_work(dims, size)
+    return Work(work.forward_bytes, work.forward_flops)
+
+
 def _kda_step_case(dims: Dims, dtype: torch.dtype, device: torch.device) -> Case:
     case = _kda_case(dims, dtype, device)
     case.differentiable = ()
@@ -476,6 +481,17 @@ OPERATORS: dict[str, Operator] = {
             "16-packed-T8192-H32": {"B": 1, "T": 8192, "H": 32, "documents": 16} | HEAD,
         },
         tiny={"B": 1, "T": 12, "H": 2, "K": 16, "V": 16, "documents": 3},
+    ),
+    # Time against length and against the number of heads.
+    "kda_chunk_curves": Operator(
+        tests=("tests/kernels/test_kda_reference.py", "tests/kernels/test_kda_triton.py"),
+        make=_kda_case,
+        work=_kda_forward_work,
+        implementations={name: run for name, run in _implementations(_kda_chunk).items() if name != "torch.compile"},
+        shapes={f"T{4**n}k-H32": {"B": 1, "T": 1024 * 4**n, "H": 32} | HEAD for n in range(6)}
+        | {f"T64k-H{H}": {"B": 1, "T": 65536, "H": H} | HEAD for H in (4, 8, 16, 64, 96)},
+        tiny={"B": 1, "T": 12, "H": 2, "K": 16, "V": 16},
+        modes=(FORWARD,),
     ),
     "kda_recurrent": Operator(
         tests=("tests/kernels/test_kda_recurrent_triton.py",),

@@ -6,10 +6,11 @@
     python -m benchmarks.run --plot benchmarks/results/operators.json
 
 An operator is timed only after its tests have passed on this very machine; otherwise it is refused, and the command
-fails. The result is a JSON file with the device, the driver, the versions, the ceilings measured in the same run, the
-outcome of the tests, and for every shape, implementation and pass the median time, the peak memory beyond the inputs,
-and the share of the floor. Decode steps, whose eager time is mostly the host's, are also replayed from a CUDA graph.
-An implementation that cannot run a shape is recorded with its error.
+fails. The command runs them itself, or reads the JUnit report of a run that has just been made (`--report`). The
+result is a JSON file with the device, the driver, the versions, the ceilings measured in the same run, the outcome of
+the tests, and for every shape, implementation and pass the median time, the peak memory beyond the inputs, and the
+share of the floor. Decode steps, whose eager time is mostly the host's, are also replayed from a CUDA graph. An
+implementation that cannot run a shape is recorded with its error.
 """
 
 from __future__ import annotations
@@ -46,33 +47,42 @@ class TestsFailedError(RuntimeError):
 
 
 @functools.cache
-def check_tests(files: tuple[str, ...]) -> dict[str, int]:
-    """Run the tests of an operator in a process of their own, once.
+def check_tests(files: tuple[str, ...], report: Path | None = None) -> dict[str, int]:
+    """Run the tests of an operator in a process of their own, once, or read the JUnit report of a run on this machine.
 
     Returns:
         How many passed and were skipped.
 
     Raises:
-        TestsFailedError: a test fails, or none has passed (skipped tests prove nothing).
+        TestsFailedError: a test fails, or none of a file has passed (skipped tests prove nothing).
     """
+    output, status = "", 0
     with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *files]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        counts = {"passed": 0, "skipped": 0, "failed": 0}
-        if report.exists():
-            for suite in ElementTree.parse(report).getroot().iter("testsuite"):
-                total, skipped = int(suite.get("tests", 0)), int(suite.get("skipped", 0))
-                failed = int(suite.get("failures", 0)) + int(suite.get("errors", 0))
-                counts["skipped"] += skipped
-                counts["failed"] += failed
-                counts["passed"] += total - skipped - failed
-    if done.returncode != 0 or counts["failed"] or not counts["passed"]:
+        if report is None:
+            report = Path(folder) / "report.xml"
+            command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *files]
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+            output, status = f"{done.stdout[-2000:]}{done.stderr[-1000:]}", done.returncode
+        counts = count_tests(report, files)
+    if status != 0 or counts["failed"] or not counts["passed"]:
         raise TestsFailedError(
-            f"the tests {', '.join(files)} must pass on this machine, got {counts} and exit status {done.returncode}: "
-            f"repair them first.\n{done.stdout[-2000:]}{done.stderr[-1000:]}"
+            f"the tests {', '.join(files)} must pass on this machine, got {counts} and exit status {status}: "
+            f"repair them first.\n{output}"
         )
     return {"passed": counts["passed"], "skipped": counts["skipped"]}
+
+
+def count_tests(report: Path, files: tuple[str, ...]) -> dict[str, int]:
+    """Outcomes of the tests of some files in a JUnit report; those of a file that is not in it count as failed."""
+    counts = {"passed": 0, "skipped": 0, "failed": 0}
+    cases = list(ElementTree.parse(report).getroot().iter("testcase")) if report.exists() else []
+    for file in files:
+        of_file = [case for case in cases if case.get("classname", "").split(".")[-1] == Path(file).stem]
+        for case in of_file:
+            tags = {child.tag for child in case}
+            counts["failed" if tags & {"failure", "error"} else "skipped" if "skipped" in tags else "passed"] += 1
+        counts["failed"] += not of_file
+    return counts
 
 
 def milliseconds(call: Callable[[], Any], device: torch.device) -> float:
@@ -285,6 +295,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the activations (default: bfloat16)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cuda or cpu")
     parser.add_argument("--out", type=Path, help="result file (default: only print)")
+    parser.add_argument("--report", type=Path, help="JUnit report of the tests, run on this machine just now")
     parser.add_argument("--plot", type=Path, metavar="JSON", help="only draw this result file")
     options = parser.parse_args(arguments)
     options.ops = [name for name in OPERATORS if not options.op or name.startswith(tuple(options.op))]
@@ -316,7 +327,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in options.ops:
         operator = OPERATORS[name]
         try:
-            report["tests"][name] = check_tests(operator.tests)
+            report["tests"][name] = check_tests(operator.tests, options.report)
         except TestsFailedError as error:
             print(f"{name} is not timed: {error}", file=sys.stderr)
             report["tests"][name] = {"refused": str(error).splitlines()[0]}

@@ -58,6 +58,20 @@ def test_failing_or_skipped_tests_are_refused(tmp_path, body):
         run.check_tests(write_test(tmp_path, body))
 
 
+def test_reports_of_earlier_runs(tmp_path):
+    """Counted by file; a file without tests in the report is refused."""
+    report = tmp_path / "report.xml"
+    report.write_text(
+        '<testsuites><testsuite><testcase classname="tests.kernels.test_a" name="x"/>'
+        '<testcase classname="tests.kernels.test_a" name="y"><skipped/></testcase>'
+        '<testcase classname="tests.kernels.test_b" name="z"><failure/></testcase></testsuite></testsuites>'
+    )
+    assert run.check_tests(("tests/kernels/test_a.py",), report) == {"passed": 1, "skipped": 1}
+    for file in ("tests/kernels/test_b.py", "tests/kernels/test_c.py"):
+        with pytest.raises(run.TestsFailedError, match="must pass on this machine"):
+            run.check_tests(("tests/kernels/test_a.py", file), report)
+
+
 @pytest.fixture
 def one_operator(monkeypatch, tmp_path):
     """A registry of one operator, with a peer that is absent."""
@@ -96,7 +110,7 @@ def test_report_holds_times_errors_and_surroundings(one_operator, tmp_path, caps
 
 
 def test_refused_operator_is_not_timed_and_fails_the_command(one_operator, tmp_path, monkeypatch, capsys):
-    def fail(files):
+    def fail(files, report):
         raise run.TestsFailedError(f"the tests {files} fail")
 
     monkeypatch.setattr(run, "check_tests", fail)
