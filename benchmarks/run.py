@@ -241,7 +241,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def write(report: dict[str, Any], out: Path | None) -> None:
-    """Save what there is so far: a run that is stopped keeps the operators it has finished."""
+    """Save what there is so far: a run that is stopped keeps the shapes it has finished."""
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(report, indent=1) + "\n")
@@ -336,8 +336,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             continue
         shapes = {name: dims for name, dims in operator.shapes.items() if name in (options.shape or operator.shapes)}
         implementations = options.impl or list(operator.implementations)
-        report["results"] += time_operator(name, operator, shapes, implementations, dtype, device, ceilings)
-        write(report, options.out)
+        for shape, dims in shapes.items():
+            one = {shape: dims}
+            report["results"] += time_operator(name, operator, one, implementations, dtype, device, ceilings)
+            write(report, options.out)
     return int(refused)
 
 
