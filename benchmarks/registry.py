@@ -70,7 +70,7 @@ class Operator:
     """An operator under measurement.
 
     Attributes:
-        tests: files, or tests of files, that must pass on the machine before it is timed.
+        tests: files that must pass on the machine before it is timed.
         make: `(dims, dtype, device) -> Case`.
         work: `(dims, bytes per element) -> Work`.
         implementations: by name, `Case -> outputs`; the first is ours.
@@ -539,7 +539,7 @@ OPERATORS: dict[str, Operator] = {
         tiny={"B": 1, "T": 6, "H": 2, "V": 16},
     ),
     "latent_attention": Operator(
-        tests=("tests/kernels/test_latent_attention_triton.py::test_released_widths",),
+        tests=("tests/kernels/test_latent_attention.py", "tests/kernels/test_latent_attention_triton.py"),
         make=_latent_case,
         work=_latent_work,
         implementations={
