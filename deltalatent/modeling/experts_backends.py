@@ -64,7 +64,8 @@ def automatic_experts_forward(
     }
     choice = resolve_impl("experts_implementation", "auto", device=hidden_states.device, reasons=reasons)
     if choice == "eager":  # the forward that the decorator of Transformers has wrapped
-        return type(experts).forward.__wrapped__(experts, hidden_states, top_k_index, top_k_weights)
+        forward: Any = type(experts).forward
+        return forward.__wrapped__(experts, hidden_states, top_k_index, top_k_weights)
     return ALL_EXPERTS_FUNCTIONS[choice](experts, hidden_states, top_k_index, top_k_weights)
 
 
@@ -74,7 +75,7 @@ def register_experts_backends() -> None:
     ALL_EXPERTS_FUNCTIONS.register("auto", automatic_experts_forward)
 
 
-def _compute_dtype(experts: nn.Module, hidden_states: Tensor) -> torch.dtype:
+def _compute_dtype(experts: Any, hidden_states: Tensor) -> torch.dtype:
     device = hidden_states.device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
