@@ -19,6 +19,7 @@ from pathlib import Path
 
 from transformers.utils import logging
 
+from deltalatent.modeling.checkpoint_errors import UNFINISHED_NAME
 from deltalatent.training.balancing import SELECTION_BIAS_FILE
 
 __all__ = ["check_checkpoint", "last_complete_checkpoint"]
@@ -89,6 +90,8 @@ def _faults(folder: Path) -> list[str]:
 
 
 def _weights_faults(folder: Path) -> Iterator[str]:
+    if (folder / UNFINISHED_NAME).exists():
+        yield f"saving the model was interrupted ({UNFINISHED_NAME} is there)"
     files = [path for pattern in WEIGHTS for path in sorted(folder.glob(pattern))]
     index = folder / WEIGHTS_INDEX
     if index.is_file():

@@ -134,6 +134,13 @@ def test_weights_cut_within_their_header_are_recognised(whole: Path, size: int) 
         check_checkpoint(whole)
 
 
+def test_files_of_two_saves_are_not_taken_for_one(whole: Path) -> None:
+    """Interrupted over an earlier save of the same step, each file is whole."""
+    (whole / "save_in_progress").touch()
+    with pytest.raises(ValueError, match="saving the model was interrupted"):
+        check_checkpoint(whole)
+
+
 def test_every_shard_is_looked_at(whole: Path) -> None:
     shard = whole / "model-00001-of-00002.safetensors"
     (whole / "model.safetensors").rename(shard)
