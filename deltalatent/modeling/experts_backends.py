@@ -25,7 +25,7 @@ GROUPED_MM_MULTIPLE = 8
 
 
 def deltalatent_experts_forward(
-    experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
     """`experts_implementation="deltalatent"`.
 
@@ -47,12 +47,13 @@ def deltalatent_experts_forward(
     if isinstance(options, Obstacle):
         raise options.error(f'`experts_implementation="deltalatent"` cannot run: {options.reason}.')
     dtype = _compute_dtype(experts, hidden_states)
-    tensors = (tensor.to(dtype) for tensor in (hidden_states, experts.gate_up_proj, experts.down_proj))
-    return grouped_experts(*tensors, top_k_index, top_k_weights, **options, impl="triton").to(hidden_states.dtype)
+    x, gate_up, down = (tensor.to(dtype) for tensor in (hidden_states, experts.gate_up_proj, experts.down_proj))
+    output = grouped_experts(x, gate_up, down, top_k_index, top_k_weights, **options, impl="triton")
+    return output.to(hidden_states.dtype)
 
 
 def automatic_experts_forward(
-    experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
     """`experts_implementation="auto"`; arguments and result as above. The choice is logged once."""
     dtype = _compute_dtype(experts, hidden_states)
@@ -64,8 +65,7 @@ def automatic_experts_forward(
     }
     choice = resolve_impl("experts_implementation", "auto", device=hidden_states.device, reasons=reasons)
     if choice == "eager":  # the forward that the decorator of Transformers has wrapped
-        forward: Any = type(experts).forward
-        return forward.__wrapped__(experts, hidden_states, top_k_index, top_k_weights)
+        return type(experts).forward.__wrapped__(experts, hidden_states, top_k_index, top_k_weights)
     return ALL_EXPERTS_FUNCTIONS[choice](experts, hidden_states, top_k_index, top_k_weights)
 
 
