@@ -14,6 +14,7 @@ from deltalatent.training.balancing import (
     update_selection_bias,
 )
 from deltalatent.training.distributed import keep_float32
+from deltalatent.training.footprint import Footprint, footprint
 from deltalatent.training.lora import LoraTargets, lora_targets
 from deltalatent.training.model_card import write_model_card
 from deltalatent.training.optimizer import MuonAdamW, newton_schulz, parameter_groups
@@ -22,11 +23,13 @@ from deltalatent.training.resuming import check_checkpoint, last_complete_checkp
 __all__ = [
     "BalanceReport",
     "BalancedRouter",
+    "Footprint",
     "LoraTargets",
     "MuonAdamW",
     "QuantileBalancingCallback",
     "balanced_routers",
     "check_checkpoint",
+    "footprint",
     "freeze_selection_bias",
     "keep_float32",
     "last_complete_checkpoint",

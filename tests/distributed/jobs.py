@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.distributed import DistributedConfig, load_optimizer_distributed, save_optimizer_distributed
 from transformers.distributed.sharding_utils import DtensorShardOperation
 
@@ -286,3 +287,49 @@ def train_sharded_by_accelerate(rank: int, path: Path) -> dict[str, Any]:
     assert isinstance(model, FSDPModule)
     train(model, optimizer, part=rank, parts=dist.get_world_size(), steps=3, accelerator=accelerator)
     return weights(model)
+
+
+class CountBytes(TorchDispatchMode):
+    """Adds up what collectives bring (all-gather, reduce-scatter) or send (all-to-all of tokens)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all_gather = self.reduce_scatter = self.all_to_all = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.name()
+        if name == "c10d::_allgather_base_":
+            self.all_gather += args[0].nbytes - args[1].nbytes
+        elif name == "c10d::_reduce_scatter_base_":
+            self.reduce_scatter += args[1].nbytes - args[0].nbytes
+        elif name == "_c10d_functional::all_to_all_single":
+            self.all_to_all += args[0].nbytes
+        return func(*args, **(kwargs or {}))
+
+
+def measure_footprint(rank: int, path: Path, layouts: dict[str, dict[str, Any]], rows: int) -> dict[str, Any]:
+    """What `footprint` plans, as it is: bytes held after a step, and moved in forward and backward."""
+    found = {}
+    for name, layout in layouts.items():
+        config = DistributedConfig(**layout)
+        model = KimiK3ForCausalLM.from_pretrained(path, distributed_config=config, dtype=torch.bfloat16).train()
+        ids = random_ids(model.config, rows, 16, seed=rank)
+        with CountBytes() as count:
+            model(input_ids=ids, labels=ids).loss.backward()
+        parameters = list(model.parameters())
+        optimizers = {
+            "adamw": torch.optim.AdamW(parameter_groups(model), foreach=False),
+            "muon": MuonAdamW(parameter_groups(model)),
+        }
+        states = {}
+        for kind, optimizer in optimizers.items():
+            optimizer.step()
+            tensors = [t for state in optimizer.state.values() for key, t in state.items() if key != "step"]
+            states[kind] = sum(t.to_local().nbytes for t in tensors)
+        found[name] = {
+            "parameters": sum(p.to_local().nbytes for p in parameters),
+            "gradients": sum(p.grad.to_local().nbytes for p in parameters),
+            "optimizer": states,
+            "moved": (count.all_gather, count.reduce_scatter, count.all_to_all),
+        }
+    return found
