@@ -65,18 +65,27 @@ def choose_config(num_pairs: int, num_experts: int, dtype: torch.dtype, device: 
     """Tiles as tall as an expert has rows on average, if all are chosen equally often."""
     average = num_pairs / num_experts
     BT = next(rows for rows in (SMALLEST_TILE, 32, 64, 128) if average <= 0.75 * rows or rows == 128)
-    has_cuda = device.type == "cuda" and torch.version.hip is None
-    is_hopper = has_cuda and torch.cuda.get_device_capability(device) >= (9, 0)
+    is_nvidia = device.type == "cuda" and torch.version.hip is None
+    is_hopper = is_nvidia and torch.cuda.get_device_capability(device) >= (9, 0)
     if dtype == torch.float32:
         BT = min(BT, 64)
         # Three tf32 products make one of float32 precision.
         return Config(ProductTile(64, 32, BT, 0, 4, 2), GradientTile(64, 64, 32, 1, 4, 2), False, "tf32x3")
-    gradient = GradientTile(128, 128, 64, 4, 8, 2)
     if BT <= 32:
-        return Config(ProductTile(64, 128, BT, 0, 4, 4 if is_hopper else 2), gradient, False, "tf32")
-    if BT == 64:
-        return Config(ProductTile(128, 64, 64, 0, 4, 3), gradient, is_hopper, "tf32")
-    return Config(ProductTile(128, 64, 128, 32 if average < 512 else 0, 4, 3), gradient, is_hopper, "tf32")
+        product = ProductTile(64, 128, BT, 0, 4, 4)
+    elif BT == 64:
+        product = ProductTile(128, 64, 64, 0, 4, 3)
+    else:
+        product = ProductTile(128, 64, 128, 32 if average < 512 else 0, 4, 3)
+    if is_nvidia:
+        fitting = _fitting_stages(device, 2 * product.BK * (product.BM + product.BT + product.TAIL))
+        product = product._replace(stages=min(product.stages, fitting))
+    return Config(product, GradientTile(128, 128, 32, 4, 8, 4), is_hopper and BT >= 64, "tf32")
+
+
+def _fitting_stages(device: torch.device, stage_bytes: int) -> int:
+    """Pipeline stages for which a multiprocessor has the shared memory, with some to spare."""
+    return max(1, (torch.cuda.get_device_properties(device).shared_memory_per_block_optin - 4096) // stage_bytes)
 
 
 def grouped_product(
