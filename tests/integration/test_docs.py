@@ -20,7 +20,7 @@ from deltalatent.configuration.configuration_kimi_k3 import FIELDS_OF_THIS_ARCHI
 from tests.testing_common import linear_attn_config
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = ("architecture.md", "configuration.md")
+PAGES = ("architecture.md", "configuration.md", "vision.md")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 

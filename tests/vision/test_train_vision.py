@@ -1,0 +1,106 @@
+# Copyright 2026 The deltalatent authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The example that learns to read and to name: its pictures are honest, and the whole job runs at tiny scale."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+import train_vision
+import vision_data
+from deltalatent import KimiK3ForConditionalGeneration, KimiK3Processor
+from vision_data import HELD_OUT_PART, NAME, PHOTOGRAPHS, READ, TRAINED_PART, Pictures, photographs, words
+from vision_prompts import accuracy, collate
+
+
+def test_held_out_words_are_never_drawn_in_training() -> None:
+    """Nor parts of them that are whole words: what is held out is not the answer of any picture."""
+    trained, held_out = words()
+    assert len(trained) > 300 and len(held_out) > 40
+    assert not set(trained) & set(held_out)
+    drawn = {
+        example.answer for example in (Pictures(600, held_out=False)[i] for i in range(600)) if example.task == READ
+    }
+    asked = {
+        example.answer for example in (Pictures(300, held_out=True)[i] for i in range(300)) if example.task == READ
+    }
+    assert asked <= set(held_out) and len(asked) > 30
+    assert not drawn & set(held_out)
+
+
+def test_held_out_parts_of_photographs_are_never_seen_in_training() -> None:
+    assert len(photographs()) == len(PHOTOGRAPHS) == 16
+    assert TRAINED_PART[1] < HELD_OUT_PART[0]
+    for image in photographs().values():
+        ramp = np.broadcast_to(np.linspace(0, 255, image.width).astype(np.uint8)[None, :, None], (300, image.width, 3))
+        flat = vision_data.Image.fromarray(ramp.copy())
+        for part in (TRAINED_PART, HELD_OUT_PART):
+            for size in ((48, 48), (96, 32)):
+                pieces = [vision_data.piece(flat, part, size, vision_data.random.Random(i)) for i in range(20)]
+                values = np.concatenate([np.asarray(piece).ravel() for piece in pieces]) / 255
+                assert part[0] - 0.01 <= values.min() <= values.max() <= part[1] + 0.01
+
+
+def test_examples_are_the_same_in_every_run() -> None:
+    first, second, other = (Pictures(9, held_out=False, seed=seed) for seed in (0, 0, 1))
+    for i in range(9):
+        assert first[i].image.tobytes() == second[i].image.tobytes() and first[i][1:] == second[i][1:]
+        assert first[i].task == (NAME if i % 3 == 2 else READ)
+    assert [first[i].answer for i in range(9)] != [other[i].answer for i in range(9)]
+
+
+def test_missing_photographs(monkeypatch: pytest.MonkeyPatch) -> None:
+    photographs.cache_clear()
+    monkeypatch.setattr(vision_data.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"Expected skimage for its photographs, found none: pip install"):
+        photographs()
+
+
+def test_labels_are_the_answers() -> None:
+    processor = train_vision.make_processor()
+    examples = [Pictures(6, held_out=False)[i] for i in range(6)]
+    batch = collate(examples, processor)
+    for row, example in enumerate(examples):
+        labels = batch["labels"][row]
+        assert processor.decode(labels[labels != -100]) == example.answer + "<|end|>"
+        assert torch.equal(labels[labels != -100], batch["input_ids"][row][labels != -100])
+    assert accuracy(examples, [examples[0].answer, *["?"] * 5], READ) == 0.25
+    assert accuracy(examples, [example.answer for example in examples], NAME) == 1
+
+
+def test_whole_job_at_tiny_scale(tmp_path: Path) -> None:
+    flags = (
+        "--max_steps 3 --per_device_train_batch_size 4 --held_out_pictures 12 --logging_steps 1 --disable_tqdm true"
+    )
+    summary = train_vision.main([*flags.split(), "--output_dir", str(tmp_path)])
+    assert json.loads((tmp_path / "summary.json").read_text()) == summary
+    assert summary["pictures_seen"] == 12
+    assert summary["training_loss"] > 0
+    for key in ("held_out_words_read", "held_out_photographs_named"):
+        assert 0 <= summary[key] <= 1
+    assert (tmp_path / "predictions.png").stat().st_size > 10_000
+    assert type(AutoModelForImageTextToText.from_pretrained(tmp_path)) is KimiK3ForConditionalGeneration
+    assert type(AutoProcessor.from_pretrained(tmp_path)) is KimiK3Processor
+
+
+def test_one_batch_is_learnt() -> None:
+    """Gradients of the whole model are of use: four pictures are half known after twelve steps."""
+    torch.manual_seed(0)
+    processor = train_vision.make_processor()
+    model = train_vision.make_model(processor).train()
+    batch = collate([Pictures(4, held_out=False)[i] for i in range(4)], processor)
+    optimizer = torch.optim.AdamW(model.parameters(), 5e-3)
+    losses = []
+    for _ in range(12):
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
