@@ -21,8 +21,6 @@ SOURCE_COUNTS = (4, 9, 16)
 MAX_PROGRAMS = 512
 # Registers for each thread: so few that several programs share a multiprocessor, and one loads while another waits.
 MAX_REGISTERS = 128
-# Tiles under way when the backward pass makes the mix again.
-STAGES = 1
 
 
 @triton.jit
@@ -122,7 +120,7 @@ def load_stats(stats, index, S, token, N):
 @triton.jit(do_not_specialize=["N", "S", "steps"])
 def attn_res_backward_kernel(
     sources, dsources, query, key_weight, norm_weight, stats, doutput, dw, dnorm, N, D, S, norm_eps, steps,
-    BS: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr,
+    BS: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """A program walks over `steps` tokens and leaves one partial sum for each of the weights' gradients.
 
@@ -142,7 +140,7 @@ def attn_res_backward_kernel(
     for token in range(program * steps, tl.minimum(program * steps + steps, N)):
         total = tl.load(stats + 2 * S.to(tl.int64) * N + token)
         mixed = tl.zeros([BD], tl.float32)
-        for first in tl.range(0, S, BS, num_stages=STAGES):
+        for first in range(0, S, BS):
             x = load_tile(sources, first + index, S, token, column, D).to(tl.float32)
             score, scale = load_stats(stats, first + index, S, token, N)
             mixed += tl.sum(x * tl.exp(score - total)[:, None], axis=0)
@@ -216,7 +214,7 @@ def _backward_tile(width: int) -> dict[str, int]:
     """Two sources at a time, 16 channels for each thread."""
     columns = triton.next_power_of_2(width)
     num_warps = min(16, max(1, columns // 512))
-    return {"BS": 2, "BD": columns, "STAGES": STAGES, "num_warps": num_warps, "maxnreg": MAX_REGISTERS}
+    return {"BS": 2, "BD": columns, "num_warps": num_warps, "maxnreg": MAX_REGISTERS}
 
 
 def _padded(tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
