@@ -375,6 +375,25 @@ def bf16_in_the_interpreter(monkeypatch):
 
 
 @needs_triton
+def test_triton_forgets_slowly(bf16_in_the_interpreter):
+    """A decay of 1e-6 per token still counts over a million tokens: it must not be lost to the format of products."""
+    from deltalatent.kernels.kda import triton_fwd
+
+    inputs = random_inputs(1, 32, 1, 16, 16, dtype=torch.bfloat16)
+    inputs["g"] = -15 + torch.rand_like(inputs["g"]).to(torch.bfloat16)
+    inputs["A_log"].zero_()
+    inputs["dt_bias"].zero_()
+    tensors = [inputs[name] for name in NAMES if name != "v"]
+    config = triton_fwd.choose_config(16, 16, torch.bfloat16, -5.0, 1 << 17)
+    chunks = triton_fwd.list_chunks(1, 32, config.C, None)
+    decay = triton_fwd.prepare(*tensors, None, chunks, config, -5.0, 0.25)["decay"].double()
+    exact = -5.0 * inputs["g"].double().sigmoid().sum(1)
+    # 2^-12 for 11 bits of each token's decay, and the resolution of a float32 just below 1.
+    error = (decay.log() - exact).abs() / exact.abs()
+    assert error.max() <= 2**-12 + 2**-24 / exact.abs().min(), error.max()
+
+
+@needs_triton
 @pytest.mark.parametrize("gate", ["wide", "bound", "none"])
 def test_bf16_of_triton(bf16_in_the_interpreter, gate):
     check_half_precision(random_inputs(1, 100, 1, 32, 32, dtype=torch.bfloat16, gate=gate), torch.bfloat16)
