@@ -135,9 +135,8 @@ def read_weight_map(folder: Path) -> dict[str, str] | None:
     if not index.exists():
         return None
     weight_map = read_json(index, "copy the index again").get("weight_map")
-    if not isinstance(weight_map, dict) or not all(
-        isinstance(file, str) and Path(file).name == file for file in weight_map.values()
-    ):
+    names = weight_map.values() if isinstance(weight_map, dict) else [None]
+    if not all(isinstance(name, str) for name in names) or any(Path(name).name != name for name in set(names)):
         raise ValueError(
             f"`{index}` must have a `weight_map` of tensor names to file names in the same folder, got "
             f"{str(weight_map)[:80]}: copy the index again."
