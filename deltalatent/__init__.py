@@ -46,7 +46,7 @@ def register() -> None:
     AutoModel.register(KimiK3VisionConfig, KimiK3VisionModel, exist_ok=True)
     AutoModelForCausalLM.register(KimiK3TextConfig, KimiK3ForCausalLM, exist_ok=True)
     # `register` refuses it because the class is configured by the text part, which the Auto class then hands over.
-    AutoModelForCausalLM._model_mapping.register(KimiK3Config, KimiK3ForCausalLM, exist_ok=True)
+    AutoModelForCausalLM._model_mapping.register(KimiK3Config, KimiK3ForCausalLM, exist_ok=True)  # type: ignore[arg-type]
     AutoModelForImageTextToText.register(KimiK3Config, KimiK3ForConditionalGeneration, exist_ok=True)
     mapping.register()
     tokenization_kimi_k3.register()

@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 from deltalatent.configuration.configuration_kimi_k3 import KimiK3Config, KimiK3TextConfig
-from deltalatent.conversion.layouts import Kind, Source
+from deltalatent.conversion.layouts import SHARED_FIELDS, Kind, Source
 from deltalatent.conversion.mxfp4 import QUANTIZATION_CONFIG
 from deltalatent.modeling.packed_checkpoints import is_mxfp4
 from deltalatent.modeling.released_layout import TEXT_PREFIX
@@ -37,8 +37,6 @@ NEWER_FIELDS = (
     "kda_a_log_length",
     "embedding_initializer_range",
 )
-# Of the composite part of a file, what a text part of its own carries itself.
-SHARED_FIELDS = ("dtype", "pad_token_id", "bos_token_id", "eos_token_id", "tie_word_embeddings")
 
 
 def first_layers(fields: dict[str, Any], config: KimiK3TextConfig, layers: int) -> dict[str, Any]:

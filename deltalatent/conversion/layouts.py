@@ -39,6 +39,9 @@ Kind = Literal["text", "composite", "predecessor"]
 
 PLAIN_DTYPES = ("BF16", "F16", "F32")
 
+SHARED_FIELDS = ("dtype", "pad_token_id", "bos_token_id", "eos_token_id", "tie_word_embeddings")
+"""What a text model of its own needs to know, although it may stand in the outer part of a composite only."""
+
 DAMAGED = "the checkpoint is damaged or belongs to another config"
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
@@ -115,9 +118,7 @@ def _text_config(folder: CheckpointFolder, kind: Kind) -> tuple[dict[str, Any], 
     try:
         if kind == "composite":
             KimiK3Config.from_dict(folder.config)
-            # What a text model of its own needs to know, where only the outer part says it.
-            outer = ("dtype", "pad_token_id", "bos_token_id", "eos_token_id", "tie_word_embeddings")
-            fields = {name: folder.config[name] for name in outer if name in folder.config}
+            fields = {name: folder.config[name] for name in SHARED_FIELDS if name in folder.config}
             fields |= folder.config["text_config"] | {"model_type": KimiK3TextConfig.model_type}
         elif folder.config["model_type"] == "kimi_linear":
             fields = read_kimi_linear(folder.config)
