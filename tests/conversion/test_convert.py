@@ -479,6 +479,12 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert all(option in shown for option in options)
 
 
+def test_progress_bar_counts_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = convert(COMPOSITE, tmp_path / "target", progress=True)
+    shown = capsys.readouterr().err
+    assert "convert: 100%" in shown and f"{report.total_bytes / 1000:.0f}k/{report.total_bytes / 1000:.0f}k" in shown
+
+
 WRONG_CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "unknown layout": ({"to": "onnx"}, r"`to` must be text, composite, predecessor or same, got 'onnx'"),
     "unknown packing": ({"experts": "int4"}, r"`experts` must be as-is, bfloat16 or mxfp4, got 'int4'"),
