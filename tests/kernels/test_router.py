@@ -5,7 +5,7 @@
 import pytest
 import torch
 
-from deltalatent.kernels.router import choose_experts, count_required_biases, router_logits
+from deltalatent.kernels.router import autograd, choose_experts, count_required_biases, router_logits
 from tests.kernels.triton_testing import DEVICE, assert_as_exact_as_plain, needs_triton, run_under_interpreter
 
 BINS = 50
@@ -209,6 +209,16 @@ def test_triton_logits(T, D, E):
     assert_as_exact_as_plain(logits(x, weight), exact, plain, "logits")
 
 
+@needs_triton
+def test_triton_logits_under_compile():
+    """The operator that stands for the logits of bfloat16 tensors; what it computes is tested on GPUs."""
+    x, weight = (torch.zeros(n, 32, device=DEVICE, dtype=torch.bfloat16, requires_grad=True) for n in (3, 5))
+    logits = torch.compile(autograd.router_logits, fullgraph=True, backend="aot_eager")(x, weight)
+    assert torch.equal(logits, torch.zeros(3, 5, device=DEVICE))
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(torch.ops.deltalatent.router_logits, (x, weight), test_utils=tests)
+
+
 def test_kernels_under_the_interpreter():
     run_under_interpreter(__file__)
 
@@ -242,5 +252,14 @@ def test_gpu_logits_are_as_exact_as_float32(T, D, E):
         results.append([logits, *torch.autograd.grad(logits, leaves, grad.to(logits.dtype))])
     for name, actual, exact, plain in zip(("logits", "dx", "dweight"), *results, strict=True):
         assert_as_exact_as_plain(actual, exact, plain.to(actual.dtype), name)
-    compiled = torch.compile(router_logits, fullgraph=True)(x, weight)
-    torch.testing.assert_close(compiled, results[0][0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.gpu
+def test_gpu_logits_under_compile():
+    x = torch.randn(70, 256, device=DEVICE).bfloat16().requires_grad_()
+    weight = torch.randn(40, 256, device=DEVICE).bfloat16().requires_grad_()
+    expected = router_logits(x, weight)
+    actual = torch.compile(router_logits, fullgraph=True, backend="aot_eager")(x, weight)
+    assert torch.equal(actual, expected)
+    pairs = zip(*(torch.autograd.grad(y.square().sum(), (x, weight)) for y in (actual, expected)), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)

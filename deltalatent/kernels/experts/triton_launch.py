@@ -42,12 +42,11 @@ class ProductTile(NamedTuple):
 
 
 class GradientTile(NamedTuple):
-    """Block sizes and launch parameters of the weight gradients; `tiles` of them per program."""
+    """Block sizes and launch parameters of the weight gradients."""
 
     BM: int
     BN: int
     BK: int
-    tiles: int
     warps: int
     stages: int
 
@@ -70,17 +69,20 @@ def choose_config(num_pairs: int, num_experts: int, dtype: torch.dtype, device: 
     if dtype == torch.float32:
         BT = min(BT, 64)
         # Three tf32 products make one of float32 precision.
-        return Config(ProductTile(64, 32, BT, 0, 4, 2), GradientTile(64, 64, 32, 1, 4, 2), False, "tf32x3")
+        return Config(ProductTile(64, 32, BT, 0, 4, 2), GradientTile(64, 64, 32, 4, 2), False, "tf32x3")
     if BT <= 32:
         product = ProductTile(64, 128, BT, 0, 4, 4)
     elif BT == 64:
         product = ProductTile(128, 64, 64, 0, 4, 3)
     else:
         product = ProductTile(128, 64, 128, 32 if average < 512 else 0, 4, 3)
+    gradient = GradientTile(128, 128, 64, 8, 3)
     if is_nvidia:
         fitting = _fitting_stages(device, 2 * product.BK * (product.BM + product.BT + product.TAIL))
         product = product._replace(stages=min(product.stages, fitting))
-    return Config(product, GradientTile(128, 128, 32, 4, 8, 4), is_hopper and BT >= 64, "tf32")
+        fitting = _fitting_stages(device, 2 * gradient.BK * (gradient.BM + gradient.BN))
+        gradient = gradient._replace(stages=min(gradient.stages, fitting))
+    return Config(product, gradient, is_hopper and BT >= 64, "tf32")
 
 
 def _fitting_stages(device: torch.device, stage_bytes: int) -> int:
@@ -115,10 +117,9 @@ def weight_gradient(
     tile = config.gradient
     E, M, N = w.shape
     dw = torch.empty(E, M, N, dtype=w.dtype, device=w.device)
-    groups = triton.cdiv(triton.cdiv(N, tile.BN), tile.tiles)
-    weight_gradient_kernel[(E * triton.cdiv(M, tile.BM) * groups,)](
+    weight_gradient_kernel[(E * triton.cdiv(M, tile.BM) * triton.cdiv(N, tile.BN),)](
         left, right, plan.order, plan.offsets, dw, top_k, M, N,
-        GATHER_LEFT=gather_left, BM=tile.BM, BN=tile.BN, BK=tile.BK, TILES=tile.tiles,
+        GATHER_LEFT=gather_left, BM=tile.BM, BN=tile.BN, BK=tile.BK,
         EVEN_M=M % tile.BM == 0, EVEN_N=N % tile.BN == 0, PRECISION=config.precision,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
@@ -196,13 +197,13 @@ def experts_backward(
     dx, dgate_up, ddown = (x.new_empty(0) for _ in range(3))
     v = grouped_product(dy, down, plan, config, top_k=top_k, gather=True, transposed=True)
     dhidden, dweights = gated_unit_backward(v, hidden, weights, plan, situ, beta, linear_beta)
+    if needed[0]:  # before the gradients of the weights, which take the most memory
+        dxs = grouped_product(dhidden, gate_up, plan, config, top_k=top_k, gather=False, transposed=True)
+        dx = combine(dxs, None, plan, num_tokens)
+        del dxs
     if needed[2]:
         ddown = weight_gradient(dy, v, down, plan, config, top_k=top_k, gather_left=True)
     del v
     if needed[1]:
         dgate_up = weight_gradient(dhidden, x, gate_up, plan, config, top_k=top_k, gather_left=False)
-    if needed[0]:
-        dxs = grouped_product(dhidden, gate_up, plan, config, top_k=top_k, gather=False, transposed=True)
-        del dhidden
-        dx = combine(dxs, None, plan, num_tokens)
     return [dx, dgate_up, ddown, dweights if needed[3] else weights.new_empty(0)]

@@ -131,40 +131,30 @@ def product_kernel(
 @triton.jit(do_not_specialize=["top_k"])
 def weight_gradient_kernel(
     left, right, order, offsets, dw, top_k, M, N, GATHER_LEFT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, TILES: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr,
+    BK: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dw [E, M, N]: sum over the rows of an expert of left [., M] times right [., N].
+    """dw [E, M, N]: sum over the rows of an expert of left [., M] times right [., N]; zeros without rows.
 
-    One of the two has a row per token and is gathered, the other one a row per pair in sorted order. A program makes
-    up to TILES neighbouring tiles in a single loop, so that the loads of the next one fly while one is stored: an
-    expert of 146 rows is only a few steps per tile.
+    One of the two has a row per token and is gathered, the other one a row per pair in sorted order. Blocks of N are
+    neighbours, so that they share the tile of `left` in the L2 cache.
     """
     blocks_n = tl.cdiv(N, BN)
-    groups = tl.cdiv(blocks_n, TILES)
-    per_expert = tl.cdiv(M, BM) * groups
-    expert = tl.program_id(0) // per_expert
-    within = tl.program_id(0) % per_expert
-    m = (within // groups) * BM
-    tile = (within % groups) * TILES
+    blocks = tl.cdiv(M, BM) * blocks_n
+    expert = tl.program_id(0) // blocks
+    within = tl.program_id(0) % blocks
+    m = (within // blocks_n) * BM
+    n = (within % blocks_n) * BN
     start = tl.load(offsets + expert).to(tl.int64)
     end = tl.load(offsets + expert + 1).to(tl.int64)
-    steps = tl.maximum(1, tl.cdiv(end - start, BK)).to(tl.int32)  # an expert without rows has zeros to write
-    rows = m + tl.arange(0, BM)
-    place = dw + expert.to(tl.int64) * M * N + rows.to(tl.int64)[:, None] * N
     total = tl.zeros([BM, BN], tl.float32)
-    step = 0
-    for _ in range(steps * tl.minimum(TILES, blocks_n - tile)):
-        row = start + step * BK + tl.arange(0, BK)
+    for first in range(start, end, BK):
+        row = first + tl.arange(0, BK)
         mask = row < end
         token = tl.load(order + row, mask=mask, other=0).to(tl.int64) // top_k
         ls = load_rows(left, token if GATHER_LEFT else row, mask, m, M, BM, EVEN_M)
-        rs = load_rows(right, row if GATHER_LEFT else token, mask, tile * BN, N, BN, EVEN_N)
+        rs = load_rows(right, row if GATHER_LEFT else token, mask, n, N, BN, EVEN_N)
         total = tl.dot(tl.trans(ls), rs, total, input_precision=PRECISION)
-        step += 1
-        if step == steps:
-            columns = tile * BN + tl.arange(0, BN)
-            inside = (rows < M)[:, None] & (columns < N)[None, :]
-            tl.store(place + columns[None, :], total.to(dw.dtype.element_ty), mask=inside)
-            total = tl.zeros([BM, BN], tl.float32)
-            step = 0
-            tile += 1
+    rows = m + tl.arange(0, BM)
+    columns = n + tl.arange(0, BN)
+    place = dw + expert.to(tl.int64) * M * N + rows.to(tl.int64)[:, None] * N + columns[None, :]
+    tl.store(place, total.to(dw.dtype.element_ty), mask=(rows < M)[:, None] & (columns < N)[None, :])

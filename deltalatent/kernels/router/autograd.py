@@ -16,11 +16,47 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 
-@torch.library.custom_op("deltalatent::router_logits", mutates_args=())
-def logits_op(x: Tensor, weight: Tensor) -> Tensor:
+def _logits(x: Tensor, weight: Tensor) -> Tensor:
     from deltalatent.kernels.router.triton_kernels import logits
 
     return logits(x.contiguous(), weight.contiguous())
+
+
+def _logits_backward(x: Tensor, weight: Tensor, grad: Tensor, needed: list[bool]) -> list[Tensor]:
+    """Gradients of both, empty where not needed.
+
+    The float32 gradient, as a sum of two bfloat16, keeps 16 bits on the same fast products.
+    """
+    high = grad.to(x.dtype)
+    low = (grad - high).to(x.dtype)
+
+    def product(high: Tensor, low: Tensor, other: Tensor) -> Tensor:
+        result = torch.mm(high, other, out_dtype=torch.float32)
+        return torch.addmm(result, low, other, out_dtype=torch.float32).to(other.dtype)
+
+    dx = product(high, low, weight) if needed[0] else x.new_empty(0)
+    dweight = product(high.t(), low.t(), x) if needed[1] else weight.new_empty(0)
+    return [dx, dweight]
+
+
+class LogitsFunction(torch.autograd.Function):
+    """`x W^T` in float32 of bfloat16 [T, D] and [E, D]: products of two bfloat16 are exact in float32."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return _logits(x, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        needs = list(ctx.needs_input_grad)
+        grads = _logits_backward(*ctx.saved_tensors, grad, needs)
+        return tuple(g if need else None for g, need in zip(grads, needs, strict=True))
+
+
+logits_op = torch.library.custom_op("deltalatent::router_logits", _logits, mutates_args=())
+logits_backward_op = torch.library.custom_op("deltalatent::router_logits_backward", _logits_backward, mutates_args=())
 
 
 @logits_op.register_fake
@@ -28,36 +64,34 @@ def _(x, weight):
     return torch.empty(x.shape[0], weight.shape[0], dtype=torch.float32, device=x.device)
 
 
-class LogitsFunction(torch.autograd.Function):
-    """`x W^T` in float32 of bfloat16 [T, D] and [E, D]: products of two bfloat16 are exact in float32.
+@logits_backward_op.register_fake
+def _(x, weight, grad, needed):
+    return [
+        torch.empty(tensor.shape if need else (0,), dtype=tensor.dtype, device=tensor.device)
+        for tensor, need in zip((x, weight), needed, strict=True)
+    ]
 
-    The gradient of the logits is float32; as a sum of two bfloat16 it keeps 16 bits, on the same fast products.
-    """
 
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return logits_op(x, weight)
+def _logits_setup_context(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
-        high = grad.to(x.dtype)
-        low = (grad - high).to(x.dtype)
-        dx = dweight = None
-        if ctx.needs_input_grad[0]:
-            dx = torch.mm(high, weight, out_dtype=torch.float32)
-            dx = torch.addmm(dx, low, weight, out_dtype=torch.float32).to(x.dtype)
-        if ctx.needs_input_grad[1]:
-            dweight = torch.mm(high.t(), x, out_dtype=torch.float32)
-            dweight = torch.addmm(dweight, low.t(), x, out_dtype=torch.float32).to(weight.dtype)
-        return dx, dweight
+
+def _logits_op_backward(ctx, grad):
+    needs = list(ctx.needs_input_grad)
+    grads = logits_backward_op(*ctx.saved_tensors, grad, needs)
+    return tuple(g if need else None for g, need in zip(grads, needs, strict=True))
+
+
+logits_op.register_autograd(_logits_op_backward, setup_context=_logits_setup_context)
 
 
 def router_logits(x: Tensor, weight: Tensor) -> Tensor:
     """float32 [T, E] of bfloat16 tokens [T, D] and weight [E, D] on a GPU."""
-    return LogitsFunction.apply(x, weight)
+    if torch.compiler.is_compiling():
+        return logits_op(x, weight)
+    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+        return LogitsFunction.apply(x, weight)
+    return _logits(x, weight)
 
 
 def _forward(logits: Tensor, bias: Tensor, top_k: int, renormalize: bool, scaling_factor: float) -> list[Tensor]:
