@@ -5,6 +5,10 @@
 python examples/lora_instructions.py --model runs/quickstart
 python examples/lora_instructions.py --model some/model --data some/conversations --bf16
 
+The first command, after `make quickstart` (a `nano` of 3.5 M parameters), on a CPU:
+
+    Held-out loss: 4.538 before, 3.985 after.
+
 Every argument of `transformers.TrainingArguments` is accepted too.
 """
 
