@@ -233,6 +233,7 @@ class KimiK3ForConditionalGeneration(KimiK3MultimodalPreTrainedModel, KimiK3Gene
         pixel_values: Tensor | None = None,
         grid_thws: Tensor | None = None,
         mm_encoder_outputs: EncodedMedia | None = None,
+        skip_logits: bool | None = None,
         **kwargs,
     ) -> MoeCausalLMOutputWithPast:
         """Next-token logits, and their loss against labels.
@@ -240,7 +241,7 @@ class KimiK3ForConditionalGeneration(KimiK3MultimodalPreTrainedModel, KimiK3Gene
         Args:
             input_ids, attention_mask, position_ids, cache, inputs_embeds, use_cache, pixel_values, grid_thws,
                 mm_encoder_outputs: As in `KimiK3Model.forward`.
-            labels, logits_to_keep: As in `KimiK3ForCausalLM.forward`; labels at placeholders should be
+            labels, logits_to_keep, skip_logits: As in `KimiK3ForCausalLM.forward`; labels at placeholders should be
                 `config.ignore_index`.
             **kwargs: As in `KimiK3ForCausalLM.forward`.
 
@@ -259,7 +260,7 @@ class KimiK3ForConditionalGeneration(KimiK3MultimodalPreTrainedModel, KimiK3Gene
             mm_encoder_outputs=mm_encoder_outputs,
             **kwargs,
         )
-        return self._with_head(outputs, labels, logits_to_keep, **kwargs)
+        return self._with_head(outputs, labels, logits_to_keep, skip_logits, **kwargs)
 
     def prepare_inputs_for_generation(
         self,

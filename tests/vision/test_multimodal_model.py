@@ -176,6 +176,17 @@ def test_every_parameter_gets_a_gradient_also_under_checkpointing(model: KimiK3F
     assert_gradients_close(gradients(model, loss_of(model, media)), plain)
 
 
+def test_loss_without_logits_is_the_loss_with_them(model: KimiK3ForConditionalGeneration) -> None:
+    """In training logits are left out, as in the text model; `skip_logits=False` gives them."""
+    batch, media = prompt([3, WIDE, 4], [6]), random_media(WIDE)
+    labels = batch["input_ids"].masked_fill(batch["input_ids"] == PLACEHOLDER, -100)
+    model.train()
+    lean, full = (model(**batch, **media, labels=labels, skip_logits=skip) for skip in (True, False))
+    assert lean.logits is None and full.logits.shape == (*labels.shape, 256)
+    assert_close(lean.loss, full.loss)
+    assert model(**batch, **media, labels=labels).logits is None
+
+
 @pytest.mark.parametrize("parts", ["tower", "text", "both"])
 def test_lora(model: KimiK3ForConditionalGeneration, parts: str) -> None:
     """Adapters on what is named and nowhere else; the merged model is the adapted one."""
