@@ -6,18 +6,20 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import torch
 from huggingface_hub import HfApi
 from peft import LoraConfig, PeftModel, get_peft_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoProcessor, AutoTokenizer
 
-from deltalatent import KimiK3ForCausalLM, lora_targets
-from deltalatent.processing.chat_template import STRUCTURE_TOKENS
+from deltalatent import KimiK3ForCausalLM, KimiK3ImageProcessor, KimiK3Processor, lora_targets
+from deltalatent.processing.chat_template import IMAGE_PLACEHOLDER, STRUCTURE_TOKENS
 from deltalatent.processing.tokenization_kimi_k3 import KimiK3Tokenizer
 from deltalatent.training import write_model_card
 from tests.fake_hub import fake_hub  # noqa: F401 - a fixture
 from tests.testing_common import tiny_model
+from tests.vision.vision_testing import tiny_multimodal_config, tiny_tokenizer
 
 REPOSITORY = "someone/tiny-hybrid"
 INPUT_IDS = torch.arange(24).view(2, 12)
@@ -70,6 +72,17 @@ def test_tokenizer_with_chat_template(fake_hub):  # noqa: F811
     assert again.encode(text) == tokenizer.encode(text)
     assert again.decode(again.encode(text)) == text
     assert again.chat_template == tokenizer.chat_template
+
+
+def test_processor(fake_hub):  # noqa: F811
+    processor = KimiK3Processor(KimiK3ImageProcessor(patch_size=4), tiny_tokenizer())
+    processor.push_to_hub(REPOSITORY)
+    tiny_multimodal_config().push_to_hub(REPOSITORY)
+    again = AutoProcessor.from_pretrained(REPOSITORY)
+    assert type(again) is KimiK3Processor
+    image = np.arange(3 * 16 * 24, dtype=np.uint8).reshape(16, 24, 3)
+    inputs = {"images": [image], "text": f"{IMAGE_PLACEHOLDER} what is it?", "return_tensors": "pt"}
+    torch.testing.assert_close(dict(again(**inputs)), dict(processor(**inputs)), rtol=0, atol=0)
 
 
 def test_adapter(fake_hub):  # noqa: F811
