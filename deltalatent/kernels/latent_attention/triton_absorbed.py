@@ -23,8 +23,8 @@ LOG2_E = 1.4426950408889634
 MINIMUM_SPLIT = 64
 """Fewest cached tokens of a split: joining costs about as much as reading so many."""
 MAXIMUM_SPLITS = 512
-SHARED_MEMORY_RESERVE = 8 * 1024
-"""Left to the compiler, which passes softmax weights between warps through shared memory."""
+SHARED_MEMORY_RESERVE = 4096
+"""Left to the compiler, times the bytes of an element: softmax weights pass between warps through shared memory."""
 
 
 # A cache grows by one token per step: kernels made anew for lengths that are multiples of 16 would stall a generation.
@@ -171,7 +171,7 @@ class LaunchShape(NamedTuple):
 
 
 FASTEST = (LaunchShape(16, 64, 4, 3, 2), LaunchShape(32, 32, 4, 3, 2), LaunchShape(64, 64, 8, 2, 1))
-"""Measured on an H200 for R + Q = 224, 320 and 576, by number of query vectors (docs/ops/latent_attention.md)."""
+"""For 16-bit inputs, by number of query vectors; measured on an H200 for R + Q = 224, 320 and 576."""
 
 
 @functools.cache
@@ -193,15 +193,19 @@ def launch_shape(vectors: int, width: int, itemsize: int, shared_memory: int) ->
         shared_memory: Bytes of shared memory of a program.
     """
     shape = next((shape for shape in FASTEST if vectors <= shape.BM), FASTEST[-1])
-    while (shape.BM + shape.BN * shape.num_stages) * width * itemsize > shared_memory - SHARED_MEMORY_RESERVE:
+    if itemsize > 2:  # exact products, without matrix units
+        shape = LaunchShape(shape.BM, 64, 8 if shape.BM * width > 8192 else 4, 2)
+    while (shape.BM + shape.BN * shape.num_stages) * width > shared_memory // itemsize - SHARED_MEMORY_RESERVE:
         if shape.num_stages > 2:
             shape = shape._replace(num_stages=2)
-        elif shape.BN > 16:
-            shape = shape._replace(BN=shape.BN // 2)
-        elif shape.BM > 16:
-            shape = shape._replace(BM=shape.BM // 2)
+        elif shape.BN > 32:
+            shape = shape._replace(BN=32)
         elif shape.num_stages > 1:
             shape = shape._replace(num_stages=1)
+        elif shape.BN > 16:
+            shape = shape._replace(BN=16)
+        elif shape.BM > 16:
+            shape = shape._replace(BM=shape.BM // 2)
         else:
             raise ValueError(f"a latent of {width} values does not fit {shared_memory} bytes of shared memory.")
     return shape
