@@ -11,7 +11,7 @@ properties (`layer_types`, `mlp_layer_types`, `linear_head_dim`, ...). Keys that
 
 import copy
 import math
-from typing import Any, ClassVar
+from typing import Any, cast
 
 from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassClassValidationError
@@ -209,11 +209,14 @@ class KimiK3TextConfig(PreTrainedConfig):
         "layers.*.mlp.experts.down_proj": "rowwise",
         "layers.*.mlp.experts": "moe_tp_experts",
     }
-    base_model_ep_plan: ClassVar[Any] = {  # the base class declares another type than it uses
-        "layers.*.mlp.experts.gate_up_proj": "grouped_gemm",
-        "layers.*.mlp.experts.down_proj": "grouped_gemm",
-        "layers.*.mlp.experts": "ep_dispatch_experts",
-    }
+    base_model_ep_plan = cast(  # the base class declares another type than it uses
+        Any,
+        {
+            "layers.*.mlp.experts.gate_up_proj": "grouped_gemm",
+            "layers.*.mlp.experts.down_proj": "grouped_gemm",
+            "layers.*.mlp.experts": "ep_dispatch_experts",
+        },
+    )
 
     vocab_size: int = 163840
     hidden_size: int = 7168
