@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+JOBS ?= 2
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
 
@@ -11,7 +12,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --constraint con
 
 help:
 	@echo "make quickstart  train a 3 M-parameter model on real text, about five minutes on two CPU cores (ARGS=... adds flags)"
-	@echo "make test        run every test (ARGS=... adds pytest arguments)"
+	@echo "make test        run every test (ARGS=... adds pytest arguments, JOBS=8 runs eight files at a time)"
 	@echo "make test-serving  build llama.cpp (ten minutes) and compare what it computes with a model trained here"
 	@echo "make lint        ruff and mypy"
 	@echo "make clean       remove the virtual environment and caches; keeps runs/"
@@ -31,9 +32,9 @@ $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
 quickstart: $(VENV)/.installed-train
 	$(BIN)/python examples/train_quickstart.py $(ARGS)
 
-# The tests' tensors are tiny: one thread is faster than several.
+# The tests' tensors are tiny: one thread each, and JOBS files at a time.
 test: $(VENV)/.installed-dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile $(ARGS)
 
 # llama.cpp with the converter that its Python distribution bundles; `docs/serving.md` says what is compared.
 LLAMA_CPP := llama_cpp_python-0.3.36
