@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -85,7 +86,8 @@ def footprint(
     if optimizer not in OPTIMIZER_STATES:
         raise ValueError(f"`optimizer` must be one of {sorted(OPTIMIZER_STATES)}, got {optimizer!r}: choose one.")
     with torch.device("meta"):
-        model = KimiK3ForCausalLM(config).to(dtype)
+        model: Any = KimiK3ForCausalLM(config)
+    model = model.to(dtype)
     muon: set[int] = set()
     if optimizer == "muon":
         from deltalatent.training.optimizer import parameter_groups

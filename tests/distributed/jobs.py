@@ -279,13 +279,17 @@ def observe(model: nn.Module, rank: int) -> dict[str, Any]:
     }
 
 
-def train_sharded_by_accelerate(rank: int, path: Path) -> dict[str, Any]:
-    """Float32 training with FSDP2 of accelerate, which must be that of one process."""
+def train_sharded_by_accelerate(rank: int, path: Path, target: Path) -> dict[str, Tensor]:
+    """Float32 training with FSDP2 of accelerate, which must be that of one process; the first rank saves the model."""
     accelerator = fsdp_accelerator("no")
     model = keep_float32(accelerator, load(path))
     model, optimizer = accelerator.prepare(model, muon(model))
     assert isinstance(model, FSDPModule)
     train(model, optimizer, part=rank, parts=dist.get_world_size(), steps=3, accelerator=accelerator)
+    accelerator.state.distributed_type = DistributedType.FSDP  # preparing the optimizer has reset it
+    state_dict = accelerator.get_state_dict(model)
+    if rank == 0:
+        model.save_pretrained(target, state_dict=state_dict)
     return weights(model)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from deltalatent.modeling.precision import KeepFloat32
 from deltalatent.training import keep_float32
@@ -71,11 +72,14 @@ def test_losses_are_those_of_one_process_up_to_bf16(checkpoint: Path, observed: 
         assert seen["loss"] != losses[torch.float32], way  # or it did not compute in bf16
 
 
-def test_accelerate_trains_as_one_process_does(checkpoint: Path) -> None:
+def test_accelerate_trains_as_one_process_does(checkpoint: Path, tmp_path: Path) -> None:
     model = jobs.load(checkpoint)
     jobs.train(model, jobs.muon(model), steps=3)
-    for found in run_ranks(2, jobs.train_sharded_by_accelerate, checkpoint):
+    for found in run_ranks(2, jobs.train_sharded_by_accelerate, checkpoint, tmp_path):
         jobs.assert_weights_equal(found, jobs.weights(model))
+    names = load_file(checkpoint / "model.safetensors").keys()
+    assert load_file(tmp_path / "model.safetensors").keys() == names  # the released layout
+    jobs.assert_weights_equal(jobs.weights(jobs.load(tmp_path)), jobs.weights(model))
 
 
 def test_nothing_happens_without_fsdp() -> None:
