@@ -68,8 +68,9 @@ def choose_config(num_pairs: int, num_experts: int, dtype: torch.dtype, device: 
     is_hopper = is_nvidia and torch.cuda.get_device_capability(device) >= (9, 0)
     if dtype == torch.float32:
         BT = min(BT, 64)
-        # Three tf32 products make one of float32 precision.
-        return Config(ProductTile(64, 32, BT, 0, 4, 2), GradientTile(64, 64, 32, 4, 2), False, "tf32x3")
+        # Three tf32 products make one of float32 precision; AMD's compiler has none.
+        precision = "tf32x3" if torch.version.hip is None else "ieee"
+        return Config(ProductTile(64, 32, BT, 0, 4, 2), GradientTile(64, 64, 32, 4, 2), False, precision)
     if BT <= 32:
         product = ProductTile(64, 128, BT, 0, 4, 4)
     elif BT == 64:
