@@ -71,6 +71,15 @@ def triton_form(*args, **options):
     return kda_chunk(*args, impl="triton", **options)
 
 
+def channel_sums(exact, inputs):
+    """What each channel adds to dA_log, the sum over tokens and channels of dg (g + dt_bias): [HV, K].
+
+    These parts cancel against each other, so that rounding errors are on their scale and not on that of the result.
+    """
+    g = inputs["g"].double()
+    return (exact["g"].double() * (g + inputs["dt_bias"].double().view(g.shape[2:]))).sum((0, 1))
+
+
 def check(inputs, **options):
     """Triton against float64, within twice the error of the PyTorch recurrence in float32 plus a rounding band."""
     exact = run(kda_recurrent_reference, {name: x.double() for name, x in inputs.items()}, **options)
@@ -80,7 +89,10 @@ def check(inputs, **options):
         assert torch.isfinite(actual[name]).all(), f"{name} is not finite"
         error, error_plain = ((y[name].double() - x).abs().max().item() for y in (actual, plain))
         # Chunked sums of 32 terms behind factors of up to 2^58: some 100 roundings of the largest element.
-        allowed = 2 * error_plain + 100 * torch.finfo(torch.float32).eps * x.abs().max().item() + 1e-9
+        scale = x.abs().max().item()
+        if name == "A_log":
+            scale = max(scale, channel_sums(exact, inputs).norm(dim=-1).max().item())
+        allowed = 2 * error_plain + 100 * torch.finfo(torch.float32).eps * scale + 1e-9
         assert error <= allowed, f"{name}: error {error:.3e}, allowed {allowed:.3e}"
     return actual
 
@@ -108,9 +120,14 @@ def test_golden_numbers(case):
     tolerance = 1e-3 if case == "all_min" else 2e-4
     expected = {n: data["d_" + stored.get(n, n)] for n in inputs}
     rounding = torch.finfo(torch.float32).eps * max(x.abs().max().item() for x in expected.values())
+    if DEVICE.type == "cuda":
+        rounding *= 4  # products are made of three tf32 ones there, which keep 21 to 22 of 24 bits
     for name, x in expected.items():
         error = (actual[name] - x).abs().max().item()
-        assert error <= tolerance * x.abs().max().item() + rounding, f"gradient of {name}: {error:.2e}"
+        scale = x.abs().max().item()
+        if name == "A_log":
+            scale = max(scale, channel_sums(expected, inputs).norm(dim=-1).max().item())
+        assert error <= tolerance * scale + rounding, f"gradient of {name}: {error:.2e}"
 
 
 def golden() -> dict[str, torch.Tensor]:
@@ -327,6 +344,8 @@ def check_half_precision(inputs, dtype):
     actual = run(triton_form, inputs)
     for name, x in exact.items():
         norm = x.norm().item()
+        if name == "A_log":
+            norm = max(norm, channel_sums(exact, inputs).norm().item())
         error, error_plain = ((y[name].double() - x).norm().item() for y in (actual, plain))
         # The floor is for gradients that vanish in exact arithmetic (gates at the bound).
         assert error <= 2 * error_plain + torch.finfo(dtype).eps * norm + 1e-6, (name, error, error_plain, norm)

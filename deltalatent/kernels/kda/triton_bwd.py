@@ -290,7 +290,7 @@ def input_grad_kernel(
     per_row,
     first_chunk,
     value_blocks,
-    lower_bits,
+    lower_bound,
     scale,
     H: tl.constexpr,
     HV: tl.constexpr,
@@ -374,8 +374,8 @@ def input_grad_kernel(
     e_t = tl.exp2(bits_t)
     sigmoid_t = tl.rsqrt(1.0 + e_t)
     sigmoid_t *= sigmoid_t
-    g_t = sigmoid_t * tl.where(inside, lower_bits, 0.0)[None, :]
-    # Derivative of the log decay by its logit z; g is in bits, its gradient in natural units.
+    g_t = sigmoid_t * tl.where(inside, lower_bound, 0.0)[None, :]
+    # Derivative of the log decay by its logit z; g is in units of bits, its gradient in natural ones.
     slope_t = g_t * (e_t * sigmoid_t)
     G_t, G_end = cumulative_decay(g_t, i <= j, EXACT)
     up_t = tl.exp2(G_t + CENTRE)
@@ -412,7 +412,8 @@ def input_grad_kernel(
     # token behind j: for all but those up to j.
     dg_t = sum_tokens(pairs_t, i >= j, EXACT)
     dg_t += (tl.sum(far_t, 1) + dtotal * (inverse * tl.exp2(G_end)))[:, None]
-    dz_t = dg_t * slope_t * (0.6931471805599453 * unit)
+    natural: tl.constexpr = 0.6931471805599453 if EXACT else 0.6931471805599453 / 256.0
+    dz_t = dg_t * slope_t * (natural * unit)
     rate = slope * -0.6931471805599453
     tl.store(dg_ptr + gate_start + gate_at, tl.trans((dz_t * rate).to(dg_ptr.dtype.element_ty)), mask=mask)
     tl.store(dt_bias_grad_ptr + at * BK + cols, tl.sum(dz_t, 1) * rate)
@@ -580,7 +581,7 @@ def chunk_backward(
             A_log_grad,
             *place,
             config.VP // config.BV,
-            gate_lower_bound * LOG2E,
+            gate_lower_bound * LOG2E * config.gate_units,
             scale,
             **shapes,
             H=H,

@@ -45,6 +45,7 @@ class Config(NamedTuple):
     centre: int  # exponent that centres the decay factors of a chunk: C / 2 * |bound| in bits
     compute: torch.dtype  # dtype of the operands of matrix products and of the buffers
     precision: str  # how float32 operands are multiplied
+    gate_units: float  # units of the log decay of a token in one bit, see `cumulative_decay`
     prepare_warps: int
     prepare_registers: int
     scan_warps: int
@@ -85,6 +86,7 @@ def choose_config(K: int, V: int, dtype: torch.dtype, gate_lower_bound: float, s
         centre=gate_centre(C, gate_lower_bound),
         compute=torch.bfloat16 if half else torch.float32,
         precision=precision,
+        gate_units=256.0 if half else 1.0,
         prepare_warps=4,
         prepare_registers=168 if BK <= 128 else 255,
         scan_warps=4 if BK <= 128 else 8,
@@ -252,13 +254,13 @@ def cumulative_decay(g_t, upto, EXACT: tl.constexpr):
     upto[j, i] = (j <= i), [C, C].
 
     As a product this is far cheaper than a scan across threads. Without EXACT, g is rounded to 11 bits first, and all
-    factors are made of these sums: a gate that is off by less than its input's rounding, the same one everywhere. The
-    factor of 2^8 keeps these bits down to 2^-22, for memories of a million tokens.
+    factors are made of these sums: a gate that is off by less than its input's rounding, the same one everywhere. It
+    comes in units of 2^-8 then, so that float16 holds these bits down to 2^-22, for memories of a million tokens.
     """
     if EXACT:
         G_t = tl.dot(g_t, upto.to(tl.float32), input_precision="ieee")
     else:
-        G_t = tl.dot((g_t * 256.0).to(tl.float16), tl.where(upto, 0.00390625, 0.0).to(tl.float16))
+        G_t = tl.dot(g_t.to(tl.float16), tl.where(upto, 0.00390625, 0.0).to(tl.float16))
     # Sums of negative numbers: the smallest is the last.
     return G_t, tl.min(G_t, 1)
 
@@ -309,7 +311,7 @@ def prepare_kernel(
     position_ptr,
     T,
     per_row,
-    lower_bits,
+    lower_bound,
     scale,
     H: tl.constexpr,
     HV: tl.constexpr,
@@ -354,7 +356,7 @@ def prepare_kernel(
     slope = tl.exp(tl.load(A_log_ptr + i_h).to(tl.float32)) * -1.4426950408889634
     bias = tl.load(dt_bias_ptr + i_h * K + cols, mask=cols < K, other=0.0).to(tl.float32) * slope
     root_t = tl.rsqrt(1.0 + tl.exp2(channels_first(g, i, j, EXACT) * slope + bias[:, None]))
-    g_t = root_t * root_t * tl.where(inside, lower_bits, 0.0)[None, :]
+    g_t = root_t * root_t * tl.where(inside, lower_bound, 0.0)[None, :]
     G_t, G_end = cumulative_decay(g_t, i <= j, EXACT)
     up_t = tl.exp2(G_t + CENTRE)
     down_t = tl.exp2(-G_t - CENTRE)
@@ -624,7 +626,7 @@ def prepare(
             chunks.positions,
             T,
             chunks.per_row,
-            gate_lower_bound * LOG2E,
+            gate_lower_bound * LOG2E * config.gate_units,
             scale,
             H=H,
             HV=HV,
