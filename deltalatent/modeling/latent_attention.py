@@ -252,13 +252,13 @@ class KimiK3LatentAttention(nn.Module):
                 is_own = start == past
                 if mask is not None and is_own:
                     mask = mask & torch.ones(length, length, dtype=torch.bool, device=mask.device).tril()
-                yield KeyBlock(
-                    *(x.transpose(1, 2) for x in self._keys_and_values(latent[:, part], shared_key[:, part])),
-                    mask=mask,
-                    is_causal=is_own and mask is None,
-                )
+                yield self._key_block(latent[:, part], shared_key[:, part], mask, is_own and mask is None)
 
         return blockwise_attention(query, blocks(), scale=self.scaling).transpose(1, 2)
+
+    def _key_block(self, latent: Tensor, shared_key: Tensor, mask: Tensor | None, is_causal: bool) -> KeyBlock:
+        key, value = self._keys_and_values(latent, shared_key)
+        return KeyBlock(key.transpose(1, 2), value.transpose(1, 2), mask, is_causal)
 
     def _absorbed_in_cache(
         self, query: Tensor, latent: Tensor, shared_key: Tensor, keys: Tensor | None, end: Tensor | None
