@@ -20,6 +20,8 @@ from transformers import AutoTokenizer
 
 from deltalatent import KimiK3ForCausalLM
 from deltalatent.conversion.serving import export_serving
+from deltalatent.kernels.experts.reference import grouped_experts_reference
+from deltalatent.modeling.latent_moe import KimiK3Experts, gated_activation
 from tests.integration.quickstart_run import run_quickstart
 
 SOURCE = os.environ.get("LLAMA_CPP_SOURCE", "")
@@ -31,6 +33,8 @@ PROMPT = """async def read(self, n=-1):
     # Read up to n bytes from the stream.
     if self._exception is not None:"""
 NEW_TOKENS = 32
+FLOAT32_LOGITS = 1e-4
+"""What two float32 evaluations may differ by, as for the golden numbers."""
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +61,7 @@ def served(request, trained, tmp_path_factory) -> dict[str, Any]:
         str(converted), n_ctx=256, n_batch=256, n_threads=1, logits_all=True, verbose=False,
         type_k=llama_cpp.GGML_TYPE_F32, type_v=llama_cpp.GGML_TYPE_F32,
     )  # fmt: skip
-    ours = KimiK3ForCausalLM.from_pretrained(exported, dtype=torch.float32).eval()
+    ours = KimiK3ForCausalLM.from_pretrained(exported, dtype=torch.float32, experts_implementation="eager").eval()
     tokenizer = AutoTokenizer.from_pretrained(exported)
     return {"kind": request.param, "reader": reader, "ours": ours, "tokenizer": tokenizer}
 
@@ -73,14 +77,41 @@ def test_tokens_are_the_same(served):
     assert served["reader"].tokenize(PROMPT.encode(), add_bos=False, special=True) == ours
 
 
-def test_logits_are_the_same(served):
-    ids = served["tokenizer"].encode(PROMPT)
+def to_eight_bits(x: torch.Tensor) -> torch.Tensor:
+    """What llama.cpp multiplies packed weights with: groups of 32 share a float16 scale, their largest / 127."""
+    groups = x.unflatten(-1, (-1, 32))
+    scale = groups.abs().amax(-1, keepdim=True) / 127
+    return torch.where(scale > 0, (groups / scale).round() * scale.half().float(), 0).flatten(-2)
+
+
+def with_eight_bit_inputs(self, hidden_states, top_k_index, top_k_weights):
+    """`KimiK3Experts.forward`, both products with rounded inputs."""
+    return grouped_experts_reference(
+        to_eight_bits(hidden_states), self.gate_up_proj, self.down_proj, top_k_index, top_k_weights,
+        lambda gate, up: to_eight_bits(gated_activation(self.config, gate, up)),
+    )  # fmt: skip
+
+
+def our_logits(model, ids: list[int]) -> np.ndarray:
     with torch.no_grad():
-        ours = served["ours"](torch.tensor([ids])).logits[0].double().numpy()
-    theirs = reader_logits(served["reader"], ids)
+        return model(torch.tensor([ids])).logits[0].double().numpy()
+
+
+def test_logits_are_the_same(served, monkeypatch):
+    ids = served["tokenizer"].encode(PROMPT)
+    ours, theirs = our_logits(served["ours"], ids), reader_logits(served["reader"], ids)
     error, scale = np.abs(theirs - ours).max(), np.abs(ours).max()
     print(f"{served['kind']}: largest difference {error:.2e} of logits up to {scale:.1f}")
-    assert error <= TOLERANCE[served["kind"]] * scale
+    if served["kind"] == "bfloat16":
+        assert error <= FLOAT32_LOGITS
+        return
+    # It rounds the inputs of packed matrices to eight bits, which now and then decides who is chosen in a later layer.
+    # The same rounding here gives the size of error that explains.
+    monkeypatch.setattr(KimiK3Experts, "forward", with_eight_bit_inputs)
+    rounding = our_logits(served["ours"], ids) - ours
+    typical, expected = (np.sqrt(np.square(difference).mean()) for difference in (theirs - ours, rounding))
+    print(f"root mean square {typical:.2e}; of rounding the experts' inputs to eight bits {expected:.2e}")
+    assert typical <= 2 * expected
 
 
 def test_greedy_tokens_are_the_same(served):
@@ -96,6 +127,3 @@ def test_greedy_tokens_are_the_same(served):
         reader.eval(theirs[-1:])
         logits = np.array(reader.scores[len(ids) + len(theirs) - 1])
     assert theirs == ours
-
-
-TOLERANCE = {"bfloat16": 1e-3, "mxfp4": 1e-2}
