@@ -2,11 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains one model three times, with quantile balancing, with the sign rule and with neither, and plots the loads.
 
-python examples/compare_balancing.py                                      # nano, about ten minutes on two CPU cores
-python examples/compare_balancing.py --num_experts 896 --top_k 16 --device cuda --batch_size 64
+python examples/compare_balancing.py                                      # nano on a CPU
+python examples/compare_balancing.py --num_experts 896 --top_k 16 --device cuda --batch_size 64 --steps 24
 
 The three runs have the same initial weights and the same batches. Writes `balancing.json` and `balancing.png` into
-`--output_dir`; docs/training.md shows those of the second command.
+`--output_dir`; docs/training.md shows the second command on an H200.
 """
 
 import argparse

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -118,6 +119,22 @@ def test_memory_table_is_computed(row: list[str]) -> None:
 
 def readable(size: float) -> str:
     return f"{size / 1e12:.1f} TB" if size >= 1e12 else f"{size / 1e9:.2f} GB"
+
+
+def test_loads_shown_are_those_of_the_run() -> None:
+    """The table below the plot, from the JSON file beside it."""
+    result = json.loads((DOCS / "balancing.json").read_text())
+    header = re.search(r"^\| rule \| (.*) \|$", PAGES["training"], re.MULTILINE)
+    assert header is not None
+    steps = [int(step) for step in header[1].split(" | ")]
+    assert [rule for rule, *_ in rows("training", "rule")] == ["quantile", "sign"]
+    for rule, *shown in rows("training", "rule"):
+        violations = result["runs"][rule]["max_violation"]
+        assert steps[-1] == len(violations) == result["flags"]["steps"]
+        assert shown == [f"{violations[step - 1]:.2f}" for step in steps]
+    assert f"it was {result['none_at_step_20']['max_violation']:.1f} at step 20" in PAGES["training"]
+    assert not any(result["runs"]["quantile"]["dead"])
+    assert f"up to {max(result['runs']['sign']['dead']):.0f} experts got nothing" in PAGES["training"]
 
 
 def test_examples_exist_and_are_all_listed() -> None:
