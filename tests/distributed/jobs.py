@@ -337,3 +337,12 @@ def measure_footprint(rank: int, path: Path, layouts: dict[str, dict[str, Any]],
             "moved": (count.all_gather, count.reduce_scatter, count.all_to_all),
         }
     return found
+
+
+def run_example(rank: int, argv: list[str]) -> list[float]:
+    """`examples/train_distributed.py` with these arguments; its logged losses (of the first rank, for all)."""
+    from train_distributed import main
+
+    losses = [main(argv)]
+    dist.broadcast_object_list(losses)
+    return losses[0]
