@@ -1,12 +1,13 @@
 # Copyright 2026 The deltalatent authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Trains a nano multimodal model from scratch, pictures and text together from the first step: it reads and it names.
+"""Trains a nano multimodal model from scratch, pictures and text together from the first step.
 
-python examples/train_vision.py                             # ten minutes on two CPU cores
+python examples/train_vision.py                             # about ten minutes on two free CPU cores
 python examples/train_vision.py --max_steps 20000           # longer
 
-Half a million parameters learn to read words that are drawn on photographs, and to name photographs. Every argument of
-`transformers.TrainingArguments` is accepted too. Writes the model, its processor, summary.json and predictions.png.
+A million parameters are trained to name photographs and to read words that are drawn on them; docs/vision.md has
+figures. Every argument of `transformers.TrainingArguments` is accepted too. Writes the model, its processor,
+summary.json and predictions.png.
 """
 
 import json
