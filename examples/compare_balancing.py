@@ -20,8 +20,13 @@ from torch import Tensor
 
 from corpus import load_documents, pack, train_tokenizer
 from deltalatent import KimiK3ForCausalLM, KimiK3TextConfig, size_config
-from deltalatent.modeling.quantile_balancing import sign_rule_next_bias
-from deltalatent.training import BalanceReport, balanced_routers, parameter_groups, update_selection_bias
+from deltalatent.training import (
+    BalanceReport,
+    balanced_routers,
+    parameter_groups,
+    sign_rule_next_bias,
+    update_selection_bias,
+)
 
 RULES = ("quantile", "sign", "none")
 SIGN_STEP = 1e-3  # arXiv 2408.15664

@@ -36,7 +36,7 @@ from deltalatent import (
     KimiK3VisionConfig,
     size_config,
 )
-from deltalatent.processing.processing_kimi_k3 import MEDIA_TOKENS
+from deltalatent.processing import MEDIA_TOKENS
 from deltalatent.training import QuantileBalancingCallback
 from report import last_logged
 from vision_data import NAME, PHOTOGRAPHS, READ, Pictures, words

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training: load balancing of the routed experts, the optimizer, what LoRA adapts, and resuming."""
 
+from deltalatent.modeling.quantile_balancing import sign_rule_next_bias
 from deltalatent.training.balancing import (
     BalancedRouter,
     BalanceReport,
@@ -39,6 +40,7 @@ __all__ = [
     "parameter_groups",
     "register_quantile_balancing",
     "save_selection_bias",
+    "sign_rule_next_bias",
     "update_selection_bias",
     "write_model_card",
 ]
