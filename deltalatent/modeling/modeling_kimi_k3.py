@@ -158,6 +158,10 @@ def _mix_impl(config: KimiK3TextConfig) -> str:
     return "torch" if config.kda_implementation == "torch" else "auto"
 
 
+MAX_SHARD_SIZE = "5GB"
+"""Of weight files by default: what the Hub and its readers handle without a second thought."""
+
+
 class KimiK3PreTrainedModel(ShardedLoading, PreTrainedModel):
     """Loading, saving and initialisation that all model classes share."""
 
@@ -275,13 +279,27 @@ class KimiK3PreTrainedModel(ShardedLoading, PreTrainedModel):
         return (model, info) if output_loading_info else model
 
     def save_pretrained(
-        self, save_directory, is_main_process=True, state_dict=None, push_to_hub: bool = False, *args, **kwargs
+        self,
+        save_directory,
+        is_main_process=True,
+        state_dict=None,
+        push_to_hub: bool = False,
+        max_shard_size: int | str = MAX_SHARD_SIZE,
+        *args,
+        **kwargs,
     ):
-        """As in Transformers; a folder in which this was interrupted is refused by `from_pretrained`."""
+        """As in Transformers, in files of 5 GB; a folder in which this was interrupted is refused by
+        `from_pretrained`."""
         # What is in the folder would be pushed too.
         is_marked = self.should_save_on_this_rank(is_main_process) and not push_to_hub
         with unfinished_save(save_directory) if is_marked else nullcontext():
-            super().save_pretrained(save_directory, is_main_process, state_dict, push_to_hub, *args, **kwargs)
+            super().save_pretrained(
+                save_directory, is_main_process, state_dict, push_to_hub, max_shard_size, *args, **kwargs
+            )
+
+    def push_to_hub(self, repo_id: str, *, max_shard_size: int | str | None = MAX_SHARD_SIZE, **kwargs) -> str:
+        """As in Transformers, in files of 5 GB."""
+        return super().push_to_hub(repo_id, max_shard_size=max_shard_size, **kwargs)
 
     def _adjust_missing_and_unexpected_keys(self, loading_info) -> None:
         super()._adjust_missing_and_unexpected_keys(loading_info)

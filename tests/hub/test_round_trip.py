@@ -7,11 +7,12 @@ from __future__ import annotations
 import json
 
 import numpy as np
+import pytest
 import torch
 from huggingface_hub import HfApi
 from peft import LoraConfig, PeftModel, get_peft_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoProcessor, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoProcessor, AutoTokenizer, modeling_utils
 
 from deltalatent import KimiK3ForCausalLM, KimiK3ImageProcessor, KimiK3Processor, lora_targets
 from deltalatent.processing.chat_template import IMAGE_PLACEHOLDER, STRUCTURE_TOKENS
@@ -47,6 +48,24 @@ def test_sharded_model(fake_hub):  # noqa: F811
     assert "model.safetensors.index.json" in files
     assert len([name for name in files if name.endswith(".safetensors")]) > 2
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(REPOSITORY)), logits(model))
+
+
+@pytest.mark.parametrize("pushed", [False, True], ids=["saved", "pushed"])
+def test_files_have_five_gigabytes_at_most(fake_hub, tmp_path, monkeypatch, pushed):  # noqa: F811
+    sizes = []
+    split = modeling_utils.split_torch_state_dict_into_shards
+
+    def spy(state_dict, **kwargs):
+        sizes.append(kwargs["max_shard_size"])
+        return split(state_dict, **kwargs)
+
+    monkeypatch.setattr(modeling_utils, "split_torch_state_dict_into_shards", spy)
+    model = tiny_model()
+    if pushed:
+        model.push_to_hub(REPOSITORY)
+    else:
+        model.save_pretrained(tmp_path)
+    assert sizes == ["5GB"]
 
 
 def test_second_push_replaces_the_weights(fake_hub):  # noqa: F811
