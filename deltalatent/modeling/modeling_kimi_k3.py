@@ -297,9 +297,10 @@ class KimiK3PreTrainedModel(ShardedLoading, PreTrainedModel):
                 save_directory, is_main_process, state_dict, push_to_hub, max_shard_size, *args, **kwargs
             )
 
-    def push_to_hub(self, repo_id: str, *, max_shard_size: int | str | None = MAX_SHARD_SIZE, **kwargs) -> str:
+    # Transformers types its own as a decorated function without `self`.
+    def push_to_hub(self, *args, max_shard_size: int | str | None = MAX_SHARD_SIZE, **kwargs) -> str:  # type: ignore[override]
         """As in Transformers, in files of 5 GB."""
-        return super().push_to_hub(repo_id, max_shard_size=max_shard_size, **kwargs)
+        return super().push_to_hub(*args, max_shard_size=max_shard_size, **kwargs)
 
     def _adjust_missing_and_unexpected_keys(self, loading_info) -> None:
         super()._adjust_missing_and_unexpected_keys(loading_info)
