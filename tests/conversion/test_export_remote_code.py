@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -21,6 +20,8 @@ from tests.bare_environment import make_bare_environment
 from tests.testing_common import GOLDEN, golden, tiny_model
 
 INPUTS = {"input_ids": torch.arange(20).view(2, 10)}
+
+ROOT = Path(__file__).parents[2]
 
 READER = """
 import importlib.util, json, sys
@@ -152,7 +153,7 @@ with torch.no_grad():
     a, b, c = (model(torch.arange(20).view(2, 10)).logits for model in (first, second, first))
 assert torch.equal(a, b) and torch.equal(a, c)
 """
-    environment = {"HF_MODULES_CACHE": str(tmp_path), "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = {"HF_MODULES_CACHE": str(tmp_path), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     run = subprocess.run(
         [sys.executable, "-c", script, str(exported)], env=environment, capture_output=True, text=True, timeout=300
     )

@@ -140,7 +140,7 @@ def test_stages_that_pass_blocks_between_them_have_the_gradients_of_one_device(c
                 output, _ = layer(hidden, *blocks)
                 streams = (output, *blocks, hidden) if layer.closes_block else (output, *blocks)
         hidden, *blocks = streams
-        logits = model.lm_head(model.model.norm(model.model._mix_for_output(*blocks, hidden)))
+        logits = model.lm_head(model.model._mix_for_output(*blocks, hidden))
         model.loss_function(logits=logits, labels=ids, vocab_size=model.config.vocab_size).backward()
         for sent, received in reversed(boundaries):
             torch.autograd.backward(sent, [stream.grad for stream in received])
@@ -198,7 +198,8 @@ def test_memory_of_a_prefill_in_chunks_does_not_follow_its_length() -> None:
     with torch.no_grad(), whole:
         model(random_ids(model.config, 1, 1024), logits_to_keep=1, use_cache=False)
     cached = 512 * 2 * width * 4
-    # One chunk against all tokens in view: keys, values and scores of the layer at work, beside the cache.
+    # One chunk against all tokens in view: keys and values of the layer at work (up to 4096 tokens of them) and its
+    # scores, beside the cache; not the streams and projections of all tokens.
     assert peaks[1] < 2.1 * peaks[0]
     assert peaks[1] > cached
-    assert peaks[1] < 0.5 * whole.peak
+    assert peaks[1] < whole.peak - 1024 * model.config.intermediate_size * 4

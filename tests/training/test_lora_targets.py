@@ -8,7 +8,6 @@ That adapters on such targets train, merge, save and generate is tested in tests
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -124,13 +123,3 @@ def test_number_of_expert_weights_is_the_documented_one() -> None:
     )
     width, latent = config.moe_intermediate_size, config.routed_expert_hidden_size
     assert found == config.num_experts * 2 * (2 * latent + 3 * width)
-
-
-def test_documented_examples_run() -> None:
-    page = Path(__file__).parents[2] / "docs" / "lora.md"
-    blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE)
-    assert len(blocks) == 2
-    names = {"model": tiny_model()}
-    for block in blocks:
-        exec(compile(block, str(page), "exec"), names)
-    assert "b_proj" not in names["targets"]["target_modules"]
