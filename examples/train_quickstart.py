@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains a hybrid delta-attention + latent-attention + latent-MoE model from scratch, saves, reloads, and writes text.
 
-python examples/train_quickstart.py                                 # nano, about five minutes on two CPU cores
+python examples/train_quickstart.py                                 # nano, about six minutes on two CPU cores
 python examples/train_quickstart.py --resume_from_checkpoint true   # goes on from the last whole checkpoint
 python examples/train_quickstart.py --size small --device cuda --bf16 --data my_texts/ --max_steps 20000
 
