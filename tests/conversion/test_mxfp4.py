@@ -4,9 +4,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import io
 import json
 import logging
 import re
@@ -30,6 +28,7 @@ from transformers.testing_utils import CaptureLogger
 from deltalatent import KimiK3ForCausalLM, KimiK3TextConfig, KimiK3TextModel
 from deltalatent.conversion import mapping
 from deltalatent.conversion.mxfp4 import dequantize_mxfp4, quantize_mxfp4
+from tests.documentation import run_blocks
 from tests.modeling.test_golden import GRADIENT, HIDDEN, LOGITS, LOSS, Recorder, at_real, released_gradient
 from tests.testing_common import (
     GOLDEN,
@@ -689,16 +688,5 @@ def test_snippets_of_the_page_run_and_print_what_is_shown(tmp_path: Path, monkey
     """Blocks share a namespace and a folder `packed`; a block of text is what the one before it prints."""
     shutil.copytree(FIXTURE, tmp_path / "packed")
     monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"^```(\w*)\n(.*?)^```", DOC.read_text(), re.DOTALL | re.MULTILINE)
-    assert {language for language, _ in blocks} == {"python", "text"}
-    namespace: dict[str, Any] = {"__name__": "__main__"}
-    printed = ""
-    for language, code in blocks:
-        if language == "text":
-            assert printed.rstrip() == code.rstrip()
-            continue
-        output = io.StringIO()
-        with contextlib.redirect_stdout(output):
-            exec(compile(code, str(DOC), "exec"), namespace)
-        printed = output.getvalue()
+    assert run_blocks(DOC) == {"python", "text"}
     assert "quantization_config" not in json.loads((tmp_path / "plain" / "config.json").read_text())

@@ -4,12 +4,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import re
 import shlex
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,11 +14,11 @@ import torch
 from deltalatent import KimiK3Config, KimiK3TextConfig, KimiK3VisionConfig, size_config
 from deltalatent.__main__ import main
 from deltalatent.configuration.configuration_kimi_k3 import FIELDS_OF_THIS_ARCHITECTURE, KDA_IMPLEMENTATIONS
+from tests.documentation import BLOCK, run_blocks
 from tests.testing_common import linear_attn_config
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = ("architecture.md", "configuration.md", "vision.md")
-BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
 def text(page: str) -> str:
@@ -37,24 +34,7 @@ def run_shell(line: str) -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_snippets_run_and_print_what_is_shown(page: str) -> None:
-    """Blocks share a namespace, as for a reader who types along; a block of text is what the one before it prints."""
-    blocks = BLOCK.findall(text(page))
-    assert any(language == "python" for language, _ in blocks)
-    namespace: dict[str, Any] = {"__name__": "__main__"}
-    printed = ""
-    for language, code in blocks:
-        if language == "text":
-            assert printed.rstrip() == code.rstrip()
-            continue
-        assert language in ("python", "bash"), f"what is a block of {language!r}?"
-        output = io.StringIO()
-        with contextlib.redirect_stdout(output):
-            if language == "python":
-                exec(compile(code, page, "exec"), namespace)
-            else:
-                for line in code.splitlines():
-                    run_shell(line)
-        printed = output.getvalue()
+    assert "python" in run_blocks(DOCS / page, run_shell)
 
 
 @pytest.mark.parametrize("page", PAGES)

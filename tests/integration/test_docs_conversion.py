@@ -5,23 +5,19 @@ shown."""
 
 from __future__ import annotations
 
-import contextlib
-import io
-import re
 import shlex
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from deltalatent.__main__ import main
+from tests.documentation import run_blocks
 from tests.fake_hub import fake_hub  # noqa: F401 - a fixture
 from tests.processing.test_tokenizer import ranks, write_released_files  # noqa: F401 - a fixture
 from tests.testing_common import tiny_model
 
 DOCS = Path(__file__).parents[2] / "docs"
-BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
 @pytest.fixture
@@ -38,21 +34,12 @@ def workspace(tmp_path, monkeypatch, ranks, fake_hub) -> Path:  # noqa: F811
     return tmp_path
 
 
+def run_command(line: str) -> None:
+    program, *arguments = shlex.split(line)
+    assert program == "deltalatent", line
+    main(arguments)
+
+
 @pytest.mark.parametrize("page", ["serving.md", "hub.md", "tokenizer.md"])
 def test_blocks_run_and_print_what_is_shown(page, workspace):
-    namespace: dict[str, Any] = {"__name__": "__main__"}
-    printed = ""
-    for language, code in BLOCK.findall((DOCS / page).read_text(encoding="utf-8")):
-        if language == "text":
-            assert printed.rstrip() == code.rstrip()
-            continue
-        output = io.StringIO()
-        with contextlib.redirect_stdout(output):
-            if language == "python":
-                exec(compile(code, page, "exec"), namespace)
-            else:
-                for line in code.splitlines():
-                    program, *arguments = shlex.split(line)
-                    assert program == "deltalatent", line
-                    main(arguments)
-        printed = output.getvalue()
+    run_blocks(DOCS / page, run_command)
