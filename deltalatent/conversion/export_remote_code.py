@@ -17,6 +17,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from deltalatent.modeling.whole_files import write_whole
+
 PACKAGE = "deltalatent"
 ROOT = Path(__file__).resolve().parents[1]
 ALWAYS_THERE = sys.stdlib_module_names | {"torch", "transformers", "huggingface_hub", "safetensors", "numpy"}
@@ -72,9 +74,9 @@ def export_remote_code(folder: str | os.PathLike) -> list[Path]:
 
     written = []
     for module, source in _flat_sources([module for module, _ in classes.values()]).items():
-        written.append(_write(folder / f"{flat_name(module)}.py", source))
+        written.append(write_whole(folder / f"{flat_name(module)}.py", source))
     config["auto_map"] = {auto: f"{flat_name(module)}.{name}" for auto, (module, name) in classes.items()}
-    written.append(_write(config_file, json.dumps(config, indent=2, sort_keys=True) + "\n"))
+    written.append(write_whole(config_file, json.dumps(config, indent=2, sort_keys=True) + "\n"))
     return written
 
 
@@ -174,10 +176,3 @@ def _source_file(module: str) -> Path:
 
 def _is_module(module: str) -> bool:
     return _source_file(module).is_file()
-
-
-def _write(path: Path, text: str) -> Path:
-    temporary = path.with_name(path.name + ".incomplete")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
-    return path

@@ -19,6 +19,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from deltalatent.configuration.configuration_kimi_k3 import KimiK3Config, KimiK3TextConfig
 from deltalatent.configuration.sizes import count_parameters
+from deltalatent.modeling.whole_files import write_whole
 
 LARGE_FILES = ("*.safetensors", "*.pt", "*.pth", "*.bin", "*.png")
 GIT_ATTRIBUTES = "".join(f"{pattern} filter=lfs diff=lfs merge=lfs -text\n" for pattern in LARGE_FILES)
@@ -115,8 +116,8 @@ def write_model_card(
     text = "\n\n".join(section for section in sections if section)
     card = ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}\n")
     readme = folder / "README.md"
-    _write(readme, str(card))
-    _write(folder / ".gitattributes", GIT_ATTRIBUTES)
+    write_whole(readme, str(card))
+    write_whole(folder / ".gitattributes", GIT_ATTRIBUTES)
     return readme
 
 
@@ -185,9 +186,3 @@ def _table(columns: tuple[str, str], rows: Sequence[tuple[str, str]]) -> str:
 
 def _last(history: Sequence[Mapping[str, float]], key: str) -> float | None:
     return next((log[key] for log in reversed(history) if key in log), None)
-
-
-def _write(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".incomplete")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
