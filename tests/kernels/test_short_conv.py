@@ -269,6 +269,14 @@ def test_triton_equals_torch(offsets, with_state, with_final):
 
 
 @needs_triton
+@pytest.mark.parametrize("lengths", [(6, 2), (4, 1, 1), (31, 1)], ids=str)
+def test_triton_last_documents_end_with_the_row(lengths):
+    """Nothing flows back from documents shorter than the window into those before, also without slack behind them."""
+    offsets = [0, *itertools.accumulate(lengths)]
+    check_triton((3,), 1, offsets[-1], 4, offsets, torch.float32, False, False)
+
+
+@needs_triton
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_triton_in_half_precision(dtype):
     check_triton((5, 3, 2), 1, 6, 4, [0, 1, 5], dtype, True, True)
@@ -381,11 +389,13 @@ def test_gpu_lengths(total, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("slack", [0, 37])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_gpu_many_documents(dtype):
+def test_gpu_many_documents(dtype, slack):
     lengths = torch.randint(0, 40, (150,), generator=torch.Generator().manual_seed(0))
+    lengths[-2:] = 1
     offsets = [0, *lengths.cumsum(0).tolist()]
-    check_triton((256, 136, 320), 1, offsets[-1] + 37, 4, offsets, dtype, True, True)
+    check_triton((256, 136, 320), 1, offsets[-1] + slack, 4, offsets, dtype, True, True)
 
 
 @pytest.mark.gpu

@@ -54,10 +54,10 @@ def load_row(pointer, t, stride_t, channel, in_stream, T):
 
 @triton.jit
 def load_first(start, t, T, PACKED: tl.constexpr):
-    """First token of the document of token t."""
+    """First token of the document of token t; behind the row, as in slack, one that t does not reach."""
     first = t * 0
     if PACKED:
-        first = tl.load(start + t, mask=t < T, other=0)
+        first = tl.load(start + t, mask=t < T, other=2147483647)
     return first
 
 
