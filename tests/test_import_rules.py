@@ -179,21 +179,22 @@ def test_import_needs_neither_triton_nor_cuda():
     assert state == {"cuda": False}
 
 
-def test_import_adds_at_most_half_a_second_to_transformers():
-    """Processor time of our import in a process that has a model class of Transformers; the best of three processes.
+def test_import_adds_little_to_transformers():
+    """Processor time of our import beside that of a model class of Transformers in the same process, best of three.
 
     `import transformers` alone loads nothing; the model that it ships of the same family loads what every model needs.
-    Half of what remains is Transformers' table of tensor layouts, built when the first layout is registered; the rest
+    Half of ours is Transformers' table of tensor layouts, built when the first layout is registered; the rest
     registers operators for `torch.compile`.
     """
-    seconds = [
+    shares = [
         in_new_process("""
             import json, time
-            from transformers import AutoModelForCausalLM, KimiLinearForCausalLM
             start = time.process_time()
+            from transformers import AutoModelForCausalLM, KimiLinearForCausalLM
+            theirs = time.process_time()
             import deltalatent
-            print(json.dumps(time.process_time() - start))
+            print(json.dumps((time.process_time() - theirs) / (theirs - start)))
         """)
         for _ in range(3)
     ]
-    assert min(seconds) <= 0.5, seconds
+    assert min(shares) <= 0.15, shares
