@@ -45,6 +45,8 @@ def softmax_cross_entropy_kernel(
         chosen = tl.load(row + target, mask=is_word, other=float("nan")).to(tl.float32)
         tl.store(losses + token, log_sum - chosen)
         if WITH_GRADIENT:
+            # The gradient takes the place of logits: of the target's, not before every warp has read it.
+            tl.debug_barrier()
             for first in range(0, V, BV):
                 word = first + tl.arange(0, BV)
                 x = tl.load(row + word, mask=word < V, other=0.0).to(tl.float32)
