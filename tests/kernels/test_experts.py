@@ -28,8 +28,8 @@ def few_in_use(T, K, E, device):
 
 
 def with_sentinels(T, K, E, device):
-    """Ids that belong to other ranks: E and beyond; the first token has nothing else."""
-    index = torch.randint(0, 2 * E, (T, K), device=device)
+    """Ids of no expert here: E and beyond, as of other ranks, and negative ones; the first token has nothing else."""
+    index = torch.randint(-E, 2 * E, (T, K), device=device)
     index[:1] = E
     return index
 
@@ -81,7 +81,7 @@ def test_reference_is_the_definition(routing, activation):
     for t in range(7):
         expected = torch.zeros(4, dtype=torch.float64)
         for j in range(3):
-            if (e := int(index[t, j])) < 5:
+            if 0 <= (e := int(index[t, j])) < 5:
                 gate, up = (gate_up[e] @ x[t]).chunk(2)
                 if activation == "situ":
                     hidden = 4 * torch.tanh(gate / 4) / (1 + torch.exp(-gate)) * 25 * torch.tanh(up / 25)
@@ -142,8 +142,9 @@ def test_triton_equals_torch(routing):
     for e in range(6):
         used = bool((index == e).any())
         assert bool(dgate_up[e].any()) == bool(ddown[e].any()) == used, f"expert {e}"
-    assert not dweights[index >= 6].any()
-    assert not dx[(index >= 6).all(1)].any()
+    elsewhere = (index < 0) | (index >= 6)
+    assert not dweights[elsewhere].any()
+    assert not dx[elsewhere.all(1)].any()
 
 
 @needs_triton
@@ -155,6 +156,27 @@ def test_triton_swiglu_in_half_precision():
 def test_triton_sorts_many_pairs():
     """Past 1024 pairs another sort makes the plan, and an expert's rows fill several tiles."""
     check_triton(180, 6, 4, 16, 16, routing=few_in_use)
+
+
+@needs_triton
+@pytest.mark.parametrize("num_tokens", [30, 350], ids=["few-pairs", "many-pairs"])
+def test_triton_plan_sorts_stably_and_leaves_out_who_is_elsewhere(num_tokens):
+    from deltalatent.kernels.experts.triton_plan import make_plan
+
+    index = with_sentinels(num_tokens, 3, 6, DEVICE)
+    _, plan = make_plan(index, 6, 16, 0)
+    expert = torch.where((index >= 0) & (index < 6), index, 6).flatten()
+    here = int((expert < 6).sum())
+    order = torch.argsort(expert, stable=True)
+    assert torch.equal(plan.order.long(), order)
+    assert torch.equal(plan.inverse.long(), torch.where(expert < 6, torch.argsort(order), -1))
+    assert plan.offsets.tolist() == [0, *torch.bincount(expert, minlength=7).cumsum(0)[:6].tolist()]
+    covered = []
+    for number, first, rows in zip(*plan.tiles.tolist(), strict=True):
+        assert rows <= 16
+        assert (expert[order[first : first + rows]] == number).all()
+        covered += range(first, first + rows)
+    assert sorted(covered) == list(range(here))
 
 
 @needs_triton

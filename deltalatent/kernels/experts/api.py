@@ -41,8 +41,8 @@ def grouped_experts(
         hidden_states: x, [T, Z]; float32, float16, bfloat16 or float64. T may be 0.
         gate_up_proj: [E, 2I, Z], gate rows first, dtype of `hidden_states`.
         down_proj: [E, Z, I], dtype of `hidden_states`.
-        top_k_index: e, int64 or int32 [T, K], at least 0. An id of E or more contributes nothing and gets no gradient
-            (expert parallelism marks experts of other ranks so).
+        top_k_index: e, int64 or int32 [T, K]. An id outside [0, E) contributes nothing and gets no gradient (expert
+            parallelism marks experts of other ranks by E).
         top_k_weights: w, [T, K], any float dtype.
         activation: `"situ"` (see `situ_glu`) or `"silu"` (SwiGLU).
         beta: cap of the gate branch of `"situ"`, > 0.

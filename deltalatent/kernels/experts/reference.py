@@ -27,7 +27,7 @@ def grouped_experts_reference(
         hidden_states: [T, Z].
         gate_up_proj: [E, 2I, Z], gate rows first.
         down_proj: [E, Z, I].
-        top_k_index: int64 [T, K]. Ids >= E contribute nothing.
+        top_k_index: int64 [T, K]. Ids outside [0, E) contribute nothing.
         top_k_weights: [T, K].
         gated_unit: the two branches [., I] -> [., I].
 
@@ -36,7 +36,7 @@ def grouped_experts_reference(
     """
     output = torch.zeros_like(hidden_states, dtype=torch.promote_types(hidden_states.dtype, top_k_weights.dtype))
     for expert in top_k_index.unique().tolist():
-        if expert >= gate_up_proj.shape[0]:
+        if not 0 <= expert < gate_up_proj.shape[0]:
             continue
         token, slot = torch.where(top_k_index == expert)
         gate, up = F.linear(hidden_states[token], gate_up_proj[expert]).chunk(2, dim=-1)

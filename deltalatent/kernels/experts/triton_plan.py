@@ -3,7 +3,7 @@
 """Which rows belong to which expert: a stable counting sort of the pairs, and the tiles of rows to be multiplied.
 
 Nothing here waits for the device: the number of tiles is bounded by the shapes, and tiles beyond the last are empty.
-Alphabet as in `triton_products.py`; an id of E or more counts as E, "not here".
+Alphabet as in `triton_products.py`; an id that is no expert, negative or E and more, counts as E, "not here".
 """
 
 from __future__ import annotations
@@ -18,6 +18,13 @@ CHUNK = 512
 """Pairs that one program of the counting sort takes."""
 
 
+@triton.jit
+def load_experts(expert_of, pair, S, E):
+    """Experts of pairs; E for those that are not here."""
+    expert = tl.load(expert_of + pair, mask=pair < S, other=0)
+    return tl.where((expert >= 0) & (expert < E), expert, E).to(tl.int32)
+
+
 @triton.jit(do_not_specialize=["S", "E", "num_tiles"])
 def few_pairs_kernel(
     expert_of, order, inverse, offsets, tiles, S, E, num_tiles, BT: tl.constexpr, BLOCK: tl.constexpr,
@@ -25,7 +32,7 @@ def few_pairs_kernel(
 ):  # fmt: skip
     """The whole plan of a few pairs, each compared with all others. The place of a tile is its first row."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mine = tl.minimum(tl.load(expert_of + i, mask=i < S, other=0), E).to(tl.int32)
+    mine = load_experts(expert_of, i, S, E)
     smaller = tl.zeros([BLOCK], tl.int32)
     equal = tl.zeros([BLOCK], tl.int32)
     equal_before = tl.zeros([BLOCK], tl.int32)
@@ -33,7 +40,7 @@ def few_pairs_kernel(
     for first in range(0, S, STEP):
         j = first + tl.arange(0, STEP)
         real = (j < S)[None, :]
-        other = tl.minimum(tl.load(expert_of + j, mask=j < S, other=0), E).to(tl.int32)
+        other = load_experts(expert_of, j, S, E)
         same = real & (other[None, :] == mine[:, None])
         smaller += tl.sum((real & (other[None, :] < mine[:, None])).to(tl.int32), axis=1)
         equal += tl.sum(same.to(tl.int32), axis=1)
@@ -54,7 +61,7 @@ def few_pairs_kernel(
 def histogram_kernel(expert_of, counts, S, E, EP: tl.constexpr, CHUNK: tl.constexpr):
     """counts [chunks, EP]: pairs of each expert in a chunk; those not here at E < EP."""
     i = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
-    expert = tl.minimum(tl.load(expert_of + i, mask=i < S, other=0), E).to(tl.int32)
+    expert = load_experts(expert_of, i, S, E)
     expert = tl.where(i < S, expert, EP - 1)  # may be E itself: nobody reads how many are not here
     tl.store(counts + tl.program_id(0) * EP + tl.arange(0, EP), tl.histogram(expert, EP))
 
@@ -89,11 +96,11 @@ def place_kernel(
     """Programs below `chunks` place the pairs of a chunk; one more for each expert, and one, list the tiles."""
     if tl.program_id(0) < chunks:
         i = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
-        mine = tl.minimum(tl.load(expert_of + i, mask=i < S, other=0), E).to(tl.int32)
+        mine = load_experts(expert_of, i, S, E)
         row = tl.load(offsets + mine) + tl.load(counts + tl.program_id(0) * EP + mine)
         for first in range(0, CHUNK, STEP):
             j = tl.program_id(0) * CHUNK + first + tl.arange(0, STEP)
-            other = tl.minimum(tl.load(expert_of + j, mask=j < S, other=0), E).to(tl.int32)
+            other = load_experts(expert_of, j, S, E)
             earlier = (other[None, :] == mine[:, None]) & (j[None, :] < i[:, None])
             row += tl.sum(earlier.to(tl.int32), axis=1)
         tl.store(order + row, i, mask=i < S)
