@@ -192,6 +192,29 @@ def test_released_widths(B, T, H, S, R, Q, dtype):
 
 
 @pytest.mark.gpu
+def test_gpu_addresses_past_32_bits():
+    """Queries, shared queries and a mask whose tokens are more than 2^31 elements apart."""
+    tensors = random_case(1, 3, 2, 40, 16, 16, torch.float16)
+    mask = torch.rand(1, 3, 40, device=DEVICE) < 0.8
+    expected = launch(*tensors, mask, None, 0.2)
+    stride = 2**30 + 8
+    room = torch.zeros(2 * stride + 64, dtype=torch.float16, device=DEVICE)
+
+    def spread(x):
+        view = room.as_strided(x.shape, (0, stride, 16, 1))
+        view.copy_(x)
+        return view
+
+    query = spread(tensors[0])
+    assert torch.equal(launch(query, *tensors[1:], mask, None, 0.2), expected)
+    shared_query = spread(tensors[1])
+    assert torch.equal(launch(tensors[0], shared_query, *tensors[2:], mask, None, 0.2), expected)
+    far_mask = torch.zeros(2 * stride + 64, dtype=torch.bool, device=DEVICE).as_strided(mask.shape, (0, stride, 1))
+    far_mask.copy_(mask)
+    assert torch.equal(launch(*tensors, far_mask, None, 0.2), expected)
+
+
+@pytest.mark.gpu
 def test_graph_follows_the_length_on_the_device():
     tensors = random_case(1, 1, 8, 4096, 192, 32, torch.bfloat16)
     end = torch.tensor(17, device=DEVICE)

@@ -75,6 +75,8 @@ def absorbed_split_kernel(
     row = (tl.program_id(0) % blocks) * BM + tl.arange(0, BM)
     in_rows = row < M
     token, head = row // H, row % H
+    # Long prompts times wide heads are more elements than 32 bits count.
+    wide_token, wide_head = token.to(tl.int64), head.to(tl.int64)
     r, q = tl.arange(0, BR), tl.arange(0, BQ)
 
     stop = S
@@ -85,9 +87,9 @@ def absorbed_split_kernel(
     first = split * per_split
     stop = tl.minimum(stop, first + per_split)
 
-    query_rows = query + b * query_b + token * query_t + head * query_h
+    query_rows = query + b * query_b + wide_token * query_t + wide_head * query_h
     latent_query = tl.load(query_rows[:, None] + r[None, :], mask=in_rows[:, None] & (r < R)[None, :], other=0.0)
-    query_rows = shared_query + b * shared_query_b + token * shared_query_t + head * shared_query_h
+    query_rows = shared_query + b * shared_query_b + wide_token * shared_query_t + wide_head * shared_query_h
     key_query = tl.load(query_rows[:, None] + q[None, :], mask=in_rows[:, None] & (q < Q)[None, :], other=0.0)
 
     latent += b * latent_b
@@ -114,7 +116,7 @@ def absorbed_split_kernel(
         if HAS_MASK:
             if MASK_PER_TOKEN:
                 allowed = tl.load(
-                    mask + token[:, None] * mask_t + places[None, :],
+                    mask + wide_token[:, None] * mask_t + places[None, :],
                     mask=in_rows[:, None] & in_split[None, :],
                     other=0,
                 )
