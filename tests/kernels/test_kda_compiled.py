@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from deltalatent.kernels.tiles import INTERPRETER_LIMITS
 from tests.kernels.triton_testing import HAS_TRITON, INTERPRETING
 
 if HAS_TRITON and not INTERPRETING:
@@ -90,7 +91,8 @@ def test_compiled_kernels(monkeypatch, tmp_path, capability, width):
 
     monkeypatch.setattr(JITFunction, "__getitem__", launch)
     for module in (triton_fwd, triton_bwd):
-        monkeypatch.setattr(module, "shared_memory_of", lambda device: shared_memory)
+        limits = INTERPRETER_LIMITS._replace(shared_memory=shared_memory)
+        monkeypatch.setattr(module, "device_limits", lambda device, limits=limits: limits)
     B, T, H = 1, 64, 2
     q, k, v, g = (torch.zeros(B, T, H, width, dtype=torch.bfloat16) for _ in range(4))
     beta, A_log, dt_bias = torch.zeros(B, T, H, dtype=torch.bfloat16), torch.zeros(H), torch.zeros(H * width)

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from deltalatent.kernels.kda import kda_chunk, kda_chunk_reference, kda_recurrent_reference
 from deltalatent.kernels.kda.autograd import kda_chunk_op
 from deltalatent.kernels.kda.reference import l2_normalize, log_decay
+from deltalatent.kernels.tiles import INTERPRETER_LIMITS
 from tests.kernels.triton_testing import (
     DEVICE,
     INTERPRETING,
@@ -137,8 +138,8 @@ def golden() -> dict[str, torch.Tensor]:
 @needs_triton
 @pytest.mark.parametrize(
     "shape",
-    [dict(H=1, HV=3, K=12, V=40), dict(H=2, K=48, V=8), dict(H=1, K=40, V=72)],
-    ids=["three-value-heads-K12-V40", "K48-V8", "K40-V72"],
+    [dict(H=1, HV=3, K=12, V=40), dict(H=2, K=48, V=8), dict(H=1, K=40, V=72), dict(H=1, K=16, V=136)],
+    ids=["three-value-heads-K12-V40", "K48-V8", "K40-V72", "K16-V136"],
 )
 def test_head_shapes(shape):
     check(random_inputs(1, 37, **shape))
@@ -182,7 +183,7 @@ def splitting(monkeypatch):
     from deltalatent.kernels.kda import triton_bwd, triton_fwd
 
     for module in (triton_fwd, triton_bwd):
-        monkeypatch.setattr(module, "processors_of", lambda device: 10**6)
+        monkeypatch.setattr(module, "device_limits", lambda device: INTERPRETER_LIMITS._replace(processors=10**6))
     monkeypatch.setattr(triton_fwd, "MIN_SEGMENT", 1)
 
 

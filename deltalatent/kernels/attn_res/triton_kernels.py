@@ -14,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from deltalatent.kernels.tiles import cdiv, next_power_of_2
+
 # Lengths to which the tuple of sources is padded; the released model has up to 9.
 SOURCE_COUNTS = (4, 9, 16)
 # Programs of the backward pass: enough to fill a large chip several times, few enough that their partial sums are
@@ -204,7 +206,7 @@ def attn_res_weights_kernel(
 
 def _forward_tile(width: int) -> dict[str, int]:
     """Two sources at a time; of wide streams one, by half as many warps, so that two programs fit a multiprocessor."""
-    columns = triton.next_power_of_2(width)
+    columns = next_power_of_2(width)
     sources, channels_per_warp = (1, 1024) if columns > 4096 else (2, 512)
     num_warps = min(16, max(1, columns // channels_per_warp))
     return {"BS": sources, "BD": columns, "num_warps": num_warps, "maxnreg": MAX_REGISTERS}
@@ -212,7 +214,7 @@ def _forward_tile(width: int) -> dict[str, int]:
 
 def _backward_tile(width: int) -> dict[str, int]:
     """Two sources at a time, 16 channels for each thread."""
-    columns = triton.next_power_of_2(width)
+    columns = next_power_of_2(width)
     num_warps = min(16, max(1, columns // 512))
     return {"BS": 2, "BD": columns, "num_warps": num_warps, "maxnreg": MAX_REGISTERS}
 
@@ -262,8 +264,8 @@ def attn_res_backward(
     rows = doutput.numel() // width
     if rows == 0:
         return dsources + [torch.zeros_like(weight) for weight in weights]
-    steps = triton.cdiv(rows, MAX_PROGRAMS)
-    programs = triton.cdiv(rows, steps)
+    steps = cdiv(rows, MAX_PROGRAMS)
+    programs = cdiv(rows, steps)
     dw = torch.empty(programs, width, dtype=torch.float32, device=query.device)
     dnorm = None if norm_weight is None else torch.empty_like(dw)
     attn_res_backward_kernel[(programs,)](
@@ -274,7 +276,7 @@ def attn_res_backward(
     dquery, dkey_weight, dnorm_weight = (
         None if weight is None else torch.empty_like(weight) for weight in (query, key_weight, norm_weight)
     )
-    attn_res_weights_kernel[(triton.cdiv(width, 16),)](
+    attn_res_weights_kernel[(cdiv(width, 16),)](
         dw, dnorm, query, key_weight, dquery, dkey_weight, dnorm_weight, programs, width, BP=256, BD=16, num_warps=8
     )
     return dsources + [grad for grad in (dquery, dkey_weight, dnorm_weight) if grad is not None]

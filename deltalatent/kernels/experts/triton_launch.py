@@ -20,7 +20,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -28,6 +27,7 @@ from deltalatent.kernels.experts.plan_layout import SMALLEST_TILE, Plan, plan_vi
 from deltalatent.kernels.experts.triton_plan import make_plan
 from deltalatent.kernels.experts.triton_products import product_kernel, weight_gradient_kernel
 from deltalatent.kernels.experts.triton_rows import combine_kernel, gated_unit_backward_kernel, gated_unit_kernel
+from deltalatent.kernels.tiles import cdiv, device_limits, next_power_of_2
 
 
 class ProductTile(NamedTuple):
@@ -64,8 +64,8 @@ def choose_config(num_pairs: int, num_experts: int, dtype: torch.dtype, device: 
     """Tiles as tall as an expert has rows on average, if all are chosen equally often."""
     average = num_pairs / num_experts
     BT = next(rows for rows in (SMALLEST_TILE, 32, 64, 128) if average <= 0.75 * rows or rows == 128)
-    is_nvidia = device.type == "cuda" and torch.version.hip is None
-    is_hopper = is_nvidia and torch.cuda.get_device_capability(device) >= (9, 0)
+    limits = device_limits(device)
+    is_nvidia, is_hopper = limits.capability > (0, 0), limits.capability >= (9, 0)
     if dtype == torch.float32:
         BT = min(BT, 64)
         # Three tf32 products make one of float32 precision; AMD's compiler has none.
@@ -79,16 +79,16 @@ def choose_config(num_pairs: int, num_experts: int, dtype: torch.dtype, device: 
         product = ProductTile(128, 64, 128, 32 if average < 512 else 0, 4, 3)
     gradient = GradientTile(128, 128, 64, 8, 3)
     if is_nvidia:
-        fitting = _fitting_stages(device, 2 * product.BK * (product.BM + product.BT + product.TAIL))
+        fitting = _fitting_stages(limits.shared_memory, 2 * product.BK * (product.BM + product.BT + product.TAIL))
         product = product._replace(stages=min(product.stages, fitting))
-        fitting = _fitting_stages(device, 2 * gradient.BK * (gradient.BM + gradient.BN))
+        fitting = _fitting_stages(limits.shared_memory, 2 * gradient.BK * (gradient.BM + gradient.BN))
         gradient = gradient._replace(stages=min(gradient.stages, fitting))
     return Config(product, gradient, is_hopper and BT >= 64, "tf32")
 
 
-def _fitting_stages(device: torch.device, stage_bytes: int) -> int:
+def _fitting_stages(shared_memory: int, stage_bytes: int) -> int:
     """Pipeline stages for which a multiprocessor has the shared memory, with some to spare."""
-    return max(1, (torch.cuda.get_device_properties(device).shared_memory_per_block_optin - 4096) // stage_bytes)
+    return max(1, (shared_memory - 4096) // stage_bytes)
 
 
 def grouped_product(
@@ -101,7 +101,7 @@ def grouped_product(
     # The copy engine wants rows and addresses of a multiple of 16 bytes.
     tma = config.tma and w.shape[2] * w.element_size() % 16 == 0 and w.data_ptr() % 16 == 0
     block = [1, tile.BK, tile.BM] if transposed else [1, tile.BM, tile.BK]
-    product_kernel[(plan.num_tiles * triton.cdiv(OUT, tile.BM),)](
+    product_kernel[(plan.num_tiles * cdiv(OUT, tile.BM),)](
         x, TensorDescriptor.from_tensor(w, block) if tma else w, plan.order, plan.tiles, y,
         plan.num_tiles, top_k, OUT, IN,
         GATHER=gather, TRANSPOSED=transposed, BM=tile.BM, BT=tile.BT, TAIL=tile.TAIL, BK=tile.BK, TMA=tma,
@@ -118,7 +118,7 @@ def weight_gradient(
     tile = config.gradient
     E, M, N = w.shape
     dw = torch.empty(E, M, N, dtype=w.dtype, device=w.device)
-    weight_gradient_kernel[(E * triton.cdiv(M, tile.BM) * triton.cdiv(N, tile.BN),)](
+    weight_gradient_kernel[(E * cdiv(M, tile.BM) * cdiv(N, tile.BN),)](
         left, right, plan.order, plan.offsets, dw, top_k, M, N,
         GATHER_LEFT=gather_left, BM=tile.BM, BN=tile.BN, BK=tile.BK,
         EVEN_M=M % tile.BM == 0, EVEN_N=N % tile.BN == 0, PRECISION=config.precision,
@@ -131,9 +131,9 @@ def combine(y: Tensor, weights: Tensor | None, plan: Plan, num_tokens: int) -> T
     """Rows y [S, Z] summed per token, with weights [T, K] if given: [T, Z]."""
     Z = y.shape[1]
     out = torch.empty(num_tokens, Z, dtype=y.dtype, device=y.device)
-    BZ = min(1024, triton.next_power_of_2(Z))
+    BZ = min(1024, next_power_of_2(Z))
     BT = 1024 // BZ
-    combine_kernel[(triton.cdiv(num_tokens, BT), triton.cdiv(Z, BZ))](
+    combine_kernel[(cdiv(num_tokens, BT), cdiv(Z, BZ))](
         y, weights, plan.inverse, out, num_tokens, Z,
         K=y.shape[0] // max(num_tokens, 1), WEIGHTED=weights is not None, BT=BT, BZ=BZ, num_warps=4,
     )  # fmt: skip
@@ -144,9 +144,9 @@ def gated_unit(hidden: Tensor, situ: bool, beta: float, linear_beta: float) -> T
     """[S, 2F] -> [S, F]."""
     S, F = hidden.shape[0], hidden.shape[1] // 2
     activated = torch.empty(S, F, dtype=hidden.dtype, device=hidden.device)
-    BF = min(512, triton.next_power_of_2(F))
+    BF = min(512, next_power_of_2(F))
     BS = 2048 // BF
-    gated_unit_kernel[(triton.cdiv(S, BS), triton.cdiv(F, BF))](
+    gated_unit_kernel[(cdiv(S, BS), cdiv(F, BF))](
         hidden, activated, S, F, beta, linear_beta, SITU=situ, BS=BS, BF=BF, num_warps=8
     )
     return activated
@@ -158,9 +158,9 @@ def gated_unit_backward(
     """Gradients of the hidden values and of the routing weights; v [S, F] becomes weight times activated value."""
     S, F = v.shape
     dhidden, dweights = torch.empty_like(hidden), torch.empty_like(weights)
-    BF = min(512, triton.next_power_of_2(F))
+    BF = min(512, next_power_of_2(F))
     BS = 1024 // BF
-    gated_unit_backward_kernel[(triton.cdiv(S, BS),)](
+    gated_unit_backward_kernel[(cdiv(S, BS),)](
         v, hidden, plan.order, plan.offsets, weights, dhidden, dweights, S, plan.offsets.shape[0] - 1, F, beta,
         linear_beta, SITU=situ, BS=BS, BF=BF, num_warps=4,
     )  # fmt: skip

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from deltalatent.kernels.experts.plan_layout import Plan, counts_all_pairs, plan_size, plan_views
+from deltalatent.kernels.tiles import cdiv, next_power_of_2
 
 CHUNK = 512
 """Pairs that one program of the counting sort takes."""
@@ -138,12 +139,12 @@ def make_plan(top_k_index: torch.Tensor, num_experts: int, block_tokens: int, ta
     plan = plan_views(integers, S, E, block_tokens, tail)
     if counts_all_pairs(S, tail):
         BLOCK = 16
-        few_pairs_kernel[(triton.cdiv(max(S, E + 1), BLOCK),)](
+        few_pairs_kernel[(cdiv(max(S, E + 1), BLOCK),)](
             top_k_index, *plan, S, E, plan.num_tiles, BT=block_tokens, BLOCK=BLOCK, STEP=256, num_warps=4
         )
         return integers, plan
-    EP = triton.next_power_of_2(E + 1)
-    chunks = triton.cdiv(S, CHUNK)
+    EP = next_power_of_2(E + 1)
+    chunks = cdiv(S, CHUNK)
     counts = torch.empty(chunks, EP, dtype=torch.int32, device=top_k_index.device)
     histogram_kernel[(chunks,)](top_k_index, counts, S, E, EP=EP, CHUNK=CHUNK, num_warps=4)
     scan_kernel[(1,)](counts, plan.offsets, E, chunks, EP=EP, ROWS=max(1, 16384 // EP), num_warps=16)

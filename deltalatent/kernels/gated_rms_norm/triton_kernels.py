@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from deltalatent.kernels.tiles import cdiv, next_power_of_2
+
 
 @triton.jit
 def gated_rms_norm_forward_kernel(x, gate, weight, y, R, V, eps, BR: tl.constexpr, BV: tl.constexpr):
@@ -57,7 +59,7 @@ def gated_rms_norm_backward_kernel(
 
 def _tile(num_columns: int, values: int) -> tuple[int, int, int]:
     """Rows and columns of a tile of about `values` values, and warps (16 values for each thread)."""
-    columns = triton.next_power_of_2(num_columns)
+    columns = next_power_of_2(num_columns)
     rows = max(1, values // columns)
     return rows, columns, min(8, max(1, rows * columns // 512))
 
@@ -68,7 +70,7 @@ def gated_rms_norm_forward(x: torch.Tensor, gate: torch.Tensor, weight: torch.Te
     rows = x.numel() // x.shape[-1]
     if rows > 0:
         block_r, block_v, num_warps = _tile(x.shape[-1], values=2048)
-        grid = (triton.cdiv(rows, block_r),)
+        grid = (cdiv(rows, block_r),)
         gated_rms_norm_forward_kernel[grid](
             x, gate, weight, y, rows, x.shape[-1], eps, BR=block_r, BV=block_v, num_warps=num_warps
         )
@@ -88,9 +90,9 @@ def gated_rms_norm_backward(
     block_r, block_v, num_warps = _tile(x.shape[-1], values=512)
     # Enough programs to fill a large chip, few enough that the partial sums are small beside the inputs. The count
     # depends on the shape alone, so that the order of summation is the same on every machine.
-    total_tiles = triton.cdiv(rows, block_r)
-    tiles = triton.cdiv(total_tiles, 4096)
-    programs = triton.cdiv(total_tiles, tiles)
+    total_tiles = cdiv(rows, block_r)
+    tiles = cdiv(total_tiles, 4096)
+    programs = cdiv(total_tiles, tiles)
     partial = torch.empty(programs, block_v, dtype=torch.float32, device=x.device)
     gated_rms_norm_backward_kernel[(programs,)](
         x, gate, weight, dy, dx, dgate, partial, rows, x.shape[-1], eps, tiles,

@@ -49,15 +49,14 @@ from deltalatent.kernels.kda.triton_fwd import (
     list_chunks,
     list_segments,
     prepare,
-    processors_of,
     register_limit,
     scan,
     segment_span,
-    shared_memory_of,
     sigmoid,
     split_states,
     zero_slack,
 )
+from deltalatent.kernels.tiles import device_limits
 
 
 @triton.jit
@@ -118,7 +117,7 @@ def reverse_scan_kernel(
 
     Without STORE only the gradient of the state before the segment."""
     # Programs of one head are neighbours: they read the same keys. One axis, because only the first is long.
-    value_blocks: tl.constexpr = (V + BV - 1) // BV
+    value_blocks: tl.constexpr = VP // BV
     i_v = tl.program_id(0) % value_blocks
     i_n = tl.program_id(0) // value_blocks // HV
     i_h = tl.program_id(0) // value_blocks % HV
@@ -441,7 +440,7 @@ def reverse_scan(
     T, HV, V = do.shape[1:]
     if segments.num == 0:
         return
-    reverse_scan_kernel[(segments.num * HV * triton.cdiv(V, config.BV),)](
+    reverse_scan_kernel[(segments.num * HV * (config.VP // config.BV),)](
         *(buffers[name] for name in ("q_in", "k_in", "k_out", "qk", "inverse", "decay")),
         do,
         final_state_grad,
@@ -502,11 +501,12 @@ def chunk_backward(
     """
     B, T, HV, V = v.shape
     H, K = q.shape[2:]
-    config = choose_config(K, V, v.dtype, gate_lower_bound, shared_memory_of(q.device))
+    limits = device_limits(q.device)
+    config = choose_config(K, V, v.dtype, gate_lower_bound, limits.shared_memory)
     chunks = list_chunks(B, T, config.C, cu_seqlens)
     buffers = prepare(q, k, g, beta, A_log, dt_bias, cu_seqlens, chunks, config, gate_lower_bound, scale)
-    columns = HV * triton.cdiv(V, config.BV)
-    segments = list_segments(B, T, columns, config, chunks, cu_seqlens, processors_of(q.device))
+    columns = HV * (config.VP // config.BV)
+    segments = list_segments(B, T, columns, config, chunks, cu_seqlens, limits.processors)
     scans = (cu_seqlens, chunks, segments, config, K)
     # `carried` is the gradient of the states behind the segments. Without a split it moves to the start of the
     # documents with the chunks, in place.

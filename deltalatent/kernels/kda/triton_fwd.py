@@ -23,6 +23,7 @@ of two and zeros in the padding, so that no kernel masks them. Arithmetic betwee
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -30,6 +31,7 @@ import triton
 import triton.language as tl
 
 from deltalatent.kernels.packing import chunk_index
+from deltalatent.kernels.tiles import cdiv, device_limits, next_power_of_2
 
 LOG2E = 1.4426950408889634
 L2_EPS = tl.constexpr(1e-6)
@@ -65,9 +67,10 @@ MAX_CENTRE = 116
 """Factors reach 2^+-(centre + 1); float32 and bfloat16 end at 2^127, and sums over a tile need some room."""
 
 
+@functools.cache
 def choose_config(K: int, V: int, dtype: torch.dtype, gate_lower_bound: float, shared_memory: int) -> Config:
     """Tile sizes for one call. `shared_memory`: bytes one program may use."""
-    BK, VP = (max(triton.next_power_of_2(x), 16) for x in (K, V))
+    BK, VP = (max(next_power_of_2(x), 16) for x in (K, V))
     half = dtype == torch.bfloat16
     C = 32 if gate_centre(32, gate_lower_bound) <= MAX_CENTRE else 16
     BV = min(VP, 64)
@@ -117,7 +120,7 @@ class Chunks(NamedTuple):
 def list_chunks(B: int, T: int, C: int, cu_seqlens: torch.Tensor | None) -> Chunks:
     """Without synchronisation; chunks of a document are consecutive."""
     if cu_seqlens is None:
-        per_row = triton.cdiv(T, C)
+        per_row = cdiv(T, C)
         return Chunks(B * per_row, per_row, B, None, None, None)
     documents, positions = chunk_index(cu_seqlens, T, C)
     ends = ((cu_seqlens.diff().long() + C - 1) // C).cumsum(0)
@@ -151,11 +154,11 @@ def list_segments(
     """
     documents = max(chunks.num_documents, 1)
     wanted = 2 * processors // (documents * columns)
-    length = max(triton.cdiv(triton.cdiv(chunks.num, documents), max(wanted, 1)), MIN_SEGMENT)
+    length = max(cdiv(cdiv(chunks.num, documents), max(wanted, 1)), MIN_SEGMENT)
     if wanted < 8 or chunks.num // documents < 4 * length:
         return Segments(chunks.num_documents, max(chunks.per_row, 1), 1, False, None, None, None)
     if cu_seqlens is None:
-        per_row = triton.cdiv(chunks.per_row, length)
+        per_row = cdiv(chunks.per_row, length)
         return Segments(B * per_row, length, per_row, True, None, None, None)
     listed = list_chunks(B, T, config.C * length, cu_seqlens)
     return Segments(listed.num, length, 0, True, listed.documents, listed.positions, listed.first)
@@ -438,7 +441,7 @@ def scan_kernel(
     from columns of the identity and see no values, the transition [segment, HV, BK, BK] of the state, transposed.
     """
     # Programs of one head are neighbours: they read the same keys. One axis, because only the first is long.
-    value_blocks: tl.constexpr = (V + BV - 1) // BV
+    value_blocks: tl.constexpr = VP // BV
     blocks: tl.constexpr = value_blocks + ((BK + BV - 1) // BV if MODE == "transition" else 0)
     i_v = tl.program_id(0) % blocks
     i_n = tl.program_id(0) // blocks // HV
@@ -583,7 +586,7 @@ def zero_slack(x: torch.Tensor, cu_seqlens: torch.Tensor) -> None:
     T = x.shape[1]
     width = x[0, 0].numel() if T else 0
     if T and width:
-        zero_slack_kernel[(triton.cdiv(T, 16), triton.cdiv(width, 512))](
+        zero_slack_kernel[(cdiv(T, 16), cdiv(width, 512))](
             x, cu_seqlens, cu_seqlens.numel() - 1, T, width, ROWS=16, BLOCK=512
         )
 
@@ -663,7 +666,7 @@ def scan(
 ) -> None:
     """Launch `scan_kernel` in one of its modes; the states are those of segments."""
     T, HV, V = v.shape[1:]
-    blocks = triton.cdiv(V, config.BV) + (triton.cdiv(config.BK, config.BV) if mode == "transition" else 0)
+    blocks = config.VP // config.BV + (cdiv(config.BK, config.BV) if mode == "transition" else 0)
     if segments.num == 0:
         return
     scan_kernel[(segments.num * HV * blocks,)](
@@ -718,7 +721,7 @@ def compose(
     HV, K, V = change.shape[1:]
     result = torch.empty_like(change)
     BV = min(config.VP, 16)
-    compose_kernel[(chunks.num_documents * HV * triton.cdiv(V, BV),)](
+    compose_kernel[(chunks.num_documents * HV * cdiv(V, BV),)](
         transition,
         change,
         start,
@@ -768,18 +771,6 @@ def split_states(
     return compose(transition, ends, initial_state, final_state, *arguments, reverse=False), transition
 
 
-def processors_of(device: torch.device) -> int:
-    """Multiprocessors of the device; one where there is none, so that nothing is split."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
-def shared_memory_of(device: torch.device) -> int:
-    """Bytes of shared memory one program may use; the interpreter has no limit."""
-    if device.type != "cuda":
-        return 1 << 20
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
-
-
 def chunk_forward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -797,15 +788,16 @@ def chunk_forward(
     """o [B, T, HV, V] and the final states [N, HV, K, V] fp32 (or None) from contiguous raw inputs."""
     B, T, HV, V = v.shape
     K = q.shape[-1]
-    config = choose_config(K, V, v.dtype, gate_lower_bound, shared_memory_of(q.device))
+    limits = device_limits(q.device)
+    config = choose_config(K, V, v.dtype, gate_lower_bound, limits.shared_memory)
     chunks = list_chunks(B, T, config.C, cu_seqlens)
     o = torch.empty_like(v)
     final_state = None
     if output_final_state:
         final_state = torch.empty(chunks.num_documents, HV, K, V, device=q.device, dtype=torch.float32)
     buffers = prepare(q, k, g, beta, A_log, dt_bias, cu_seqlens, chunks, config, gate_lower_bound, scale)
-    columns = HV * triton.cdiv(V, config.BV)
-    segments = list_segments(B, T, columns, config, chunks, cu_seqlens, processors_of(q.device))
+    columns = HV * (config.VP // config.BV)
+    segments = list_segments(B, T, columns, config, chunks, cu_seqlens, limits.processors)
     arguments = (cu_seqlens, chunks, segments, config, K)
     if segments.split:
         initial_state, _ = split_states(buffers, v, initial_state, final_state, *arguments)

@@ -15,6 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
+from deltalatent.kernels.tiles import cdiv, next_power_of_2
+
 L2_EPS = 1e-6
 MAX_KEY_WIDTH = 256
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -102,8 +104,8 @@ def kda_recurrent_kernel(
 
 def launch_shape(key_width: int, value_width: int) -> tuple[int, int, int]:
     """Tile `(BK, BV)` and warps: about 8192 values for four warps, so that loads and stores of programs overlap."""
-    block_k = triton.next_power_of_2(key_width)
-    block_v = min(triton.next_power_of_2(value_width), max(16, min(64, 8192 // block_k)))
+    block_k = next_power_of_2(key_width)
+    block_v = min(next_power_of_2(value_width), max(16, min(64, 8192 // block_k)))
     return block_k, block_v, 4 if block_k * block_v > 2048 else 1
 
 
@@ -129,7 +131,7 @@ def _launch(
     allocate = torch.zeros if packed else torch.empty
     o = allocate(v.shape, dtype=v.dtype, device=v.device)
     block_k, block_v, num_warps = launch_shape(key_width, value_width)
-    programs = num_documents * num_heads * triton.cdiv(value_width, block_v)
+    programs = num_documents * num_heads * cdiv(value_width, block_v)
     if programs > 0:
         kda_recurrent_kernel[(programs,)](
             q.contiguous(),

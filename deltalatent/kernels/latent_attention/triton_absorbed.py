@@ -12,12 +12,13 @@ are neighbours in the launch, so that the second one finds the part in the L2 ca
 read on the device, and nothing depends on values on the host, so that a launch can be captured in a CUDA graph.
 """
 
-import functools
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+
+from deltalatent.kernels.tiles import cdiv, device_limits, next_power_of_2
 
 LOG2_E = 1.4426950408889634
 MINIMUM_SPLIT = 64
@@ -176,15 +177,6 @@ FASTEST = (LaunchShape(16, 64, 4, 3, 2), LaunchShape(32, 32, 4, 3, 2), LaunchSha
 """For 16-bit inputs, by number of query vectors; measured on an H200 for R + Q = 224, 320 and 576."""
 
 
-@functools.cache
-def device_limits(device: torch.device) -> tuple[int, int]:
-    """Bytes of shared memory that a program may use, and how many multiprocessors there are."""
-    if device.type != "cuda":
-        return 227 * 1024, 1  # the interpreter knows no limits
-    properties = torch.cuda.get_device_properties(device)
-    return properties.shared_memory_per_block_optin, properties.multi_processor_count
-
-
 def launch_shape(vectors: int, width: int, itemsize: int, shared_memory: int) -> LaunchShape:
     """The tile that was fastest, cut down until it fits the shared memory of the device.
 
@@ -215,9 +207,9 @@ def launch_shape(vectors: int, width: int, itemsize: int, shared_memory: int) ->
 
 def num_splits(vectors: int, batch_size: int, tokens: int, shape: LaunchShape, processors: int) -> int:
     """Parts into which the cache is cut: enough to fill the device, but none of fewer than `MINIMUM_SPLIT` tokens."""
-    programs = batch_size * triton.cdiv(vectors, shape.BM)
+    programs = batch_size * cdiv(vectors, shape.BM)
     wanted = processors * shape.programs // programs
-    return max(1, min(wanted, triton.cdiv(tokens, MINIMUM_SPLIT), MAXIMUM_SPLITS))
+    return max(1, min(wanted, cdiv(tokens, MINIMUM_SPLIT), MAXIMUM_SPLITS))
 
 
 def _run(
@@ -250,10 +242,10 @@ def launch(
     o = torch.empty_like(query, memory_format=torch.contiguous_format)
     if o.numel() == 0:
         return o
-    block_r, block_q = (max(16, triton.next_power_of_2(width)) for width in (rank, shared_width))
-    shared_memory, processors = device_limits(query.device)
-    shape = shape or launch_shape(vectors, block_r + block_q, query.element_size(), shared_memory)
-    splits = splits or num_splits(vectors, batch_size, tokens, shape, processors)
+    block_r, block_q = (max(16, next_power_of_2(width)) for width in (rank, shared_width))
+    limits = device_limits(query.device)
+    shape = shape or launch_shape(vectors, block_r + block_q, query.element_size(), limits.shared_memory)
+    splits = splits or num_splits(vectors, batch_size, tokens, shape, limits.processors)
 
     # The last axis of everything is read in steps of one.
     query, shared_query, latent, shared_key = (
@@ -270,7 +262,7 @@ def launch(
         mask = mask.view(torch.uint8)
     if end is not None:
         end_b = end.stride(0) if end.numel() > 1 else 0
-    absorbed_split_kernel[(batch_size * triton.cdiv(vectors, shape.BM), splits)](
+    absorbed_split_kernel[(batch_size * cdiv(vectors, shape.BM), splits)](
         query,
         shared_query,
         latent,
@@ -306,8 +298,8 @@ def launch(
     )
     if splits > 1:
         block_r = min(block_r, 64)
-        absorbed_join_kernel[(batch_size * vectors, triton.cdiv(rank, block_r))](
-            partial, lse, o, splits, R=rank, BN=triton.next_power_of_2(splits), BR=block_r, num_warps=4
+        absorbed_join_kernel[(batch_size * vectors, cdiv(rank, block_r))](
+            partial, lse, o, splits, R=rank, BN=next_power_of_2(splits), BR=block_r, num_warps=4
         )
     return o
 

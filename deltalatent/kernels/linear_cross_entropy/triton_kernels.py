@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from deltalatent.kernels.tiles import next_power_of_2
+
 BLOCK = 4096
 # Below every logit; not minus infinity, whose difference to itself is no number.
 LOWEST: tl.constexpr = tl.constexpr(-1e30)
@@ -61,7 +63,7 @@ def softmax_cross_entropy(
     losses = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
     width = logits.shape[1]
     if logits.numel() > 0:
-        block = min(BLOCK, triton.next_power_of_2(width))
+        block = min(BLOCK, next_power_of_2(width))
         softmax_cross_entropy_kernel[(logits.shape[0],)](
             logits, targets, losses, width, logits.stride(0), ignore_index,
             WITH_GRADIENT=with_gradient, BV=block, num_warps=min(8, max(1, block // 256)),

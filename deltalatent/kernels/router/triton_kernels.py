@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from deltalatent.kernels.tiles import cdiv, next_power_of_2
+
 
 @triton.jit(do_not_specialize=["T", "E"])
 def logits_kernel(
@@ -142,7 +144,7 @@ def logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     (T, D), E = x.shape, weight.shape[0]
     result = torch.empty(T, E, dtype=torch.float32, device=x.device)
     BT, BE, BD, warps, stages = (16, 32, 128, 4, 4) if T <= 64 else (128, 128, 64, 8, 3)
-    logits_kernel[(triton.cdiv(T, BT) * triton.cdiv(E, BE),)](
+    logits_kernel[(cdiv(T, BT) * cdiv(E, BE),)](
         x, weight, result, T, E, D,
         BT=BT, BE=BE, BD=BD, PER_PART=256 // BD, EVEN=D % BD == 0, num_warps=warps, num_stages=stages,
     )  # fmt: skip
@@ -158,10 +160,10 @@ def choose_forward(
     index = torch.empty(T, top_k, dtype=torch.int64, device=logits.device)
     weights = torch.empty(T, top_k, dtype=torch.float32, device=logits.device)
     cutoff = torch.empty(T, dtype=torch.float32, device=logits.device)
-    EP = triton.next_power_of_2(E)
+    EP = next_power_of_2(E)
     choose_kernel[(T,)](
         logits, bias, scores, index, weights, cutoff, E, scaling_factor,
-        K=top_k, RENORMALIZE=renormalize, EP=EP, KP=triton.next_power_of_2(top_k), num_warps=_warps(EP),
+        K=top_k, RENORMALIZE=renormalize, EP=EP, KP=next_power_of_2(top_k), num_warps=_warps(EP),
     )  # fmt: skip
     return [scores, index, weights, cutoff]
 
@@ -179,10 +181,10 @@ def choose_backward(
     T, E = scores.shape
     top_k = index.shape[1]
     dlogits = torch.empty_like(scores)
-    EP = triton.next_power_of_2(E)
+    EP = next_power_of_2(E)
     choose_backward_kernel[(T,)](
         scores, index, weights, dscores, dweights, dlogits, E, scaling_factor,
-        K=top_k, RENORMALIZE=renormalize, HAS_DSCORES=dscores is not None, EP=EP, KP=triton.next_power_of_2(top_k),
+        K=top_k, RENORMALIZE=renormalize, HAS_DSCORES=dscores is not None, EP=EP, KP=next_power_of_2(top_k),
         num_warps=_warps(EP),
     )  # fmt: skip
     return dlogits
@@ -201,9 +203,9 @@ def count(
     T, E = scores.shape
     BT, BE = 16, 64
     # Many programs even for few tokens, each with some columns of its own.
-    columns = min(triton.cdiv(E, BE), 4)
-    count_kernel[(triton.cdiv(T, BT), columns)](
+    columns = min(cdiv(E, BE), 4)
+    count_kernel[(cdiv(T, BT), columns)](
         flat, scores, cutoff, bias, mask, selected, T, E,
-        K=selected.shape[1], B=num_bins, HAS_MASK=mask is not None, BT=BT, BE=BE, EP=triton.next_power_of_2(E),
+        K=selected.shape[1], B=num_bins, HAS_MASK=mask is not None, BT=BT, BE=BE, EP=next_power_of_2(E),
         num_warps=4,
     )  # fmt: skip

@@ -24,6 +24,7 @@ from deltalatent.kernels.short_conv.triton_fwd import (
     tokens_per_program,
     window,
 )
+from deltalatent.kernels.tiles import cdiv
 
 
 @triton.jit
@@ -357,7 +358,7 @@ def short_conv_backward(
         start = document = xs[0]
         if packed:
             start, document = locate_documents(cu_seqlens, total)
-        parts = triton.cdiv(total, chunk)
+        parts = cdiv(total, chunk)
         partial = torch.empty(
             batch_size * parts, TAPS, layout.num_blocks * block_d, dtype=torch.float32, device=xs[0].device
         )

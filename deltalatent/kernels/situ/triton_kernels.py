@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from deltalatent.kernels.tiles import cdiv
+
 
 @triton.jit
 def tanh(x):
@@ -74,7 +76,7 @@ BLOCK = 2048
 def situ_glu_forward(gate: torch.Tensor, up: torch.Tensor, beta: float, linear_beta: float) -> torch.Tensor:
     """All inputs contiguous."""
     y = torch.empty_like(gate)
-    grid = (triton.cdiv(gate.numel(), BLOCK),)
+    grid = (cdiv(gate.numel(), BLOCK),)
     situ_glu_forward_kernel[grid](gate, up, y, gate.numel(), beta, linear_beta, BLOCK=BLOCK, num_warps=8)
     return y
 
@@ -84,6 +86,6 @@ def situ_glu_backward(
 ) -> list[torch.Tensor]:
     """Gradients of `gate` and `up`; all inputs contiguous."""
     dgate, dup = torch.empty_like(gate), torch.empty_like(up)
-    grid = (triton.cdiv(gate.numel(), BLOCK),)
+    grid = (cdiv(gate.numel(), BLOCK),)
     situ_glu_backward_kernel[grid](gate, up, dy, dgate, dup, gate.numel(), beta, linear_beta, BLOCK=BLOCK, num_warps=8)
     return [dgate, dup]

@@ -1,0 +1,51 @@
+# Copyright 2026 The deltalatent authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What every launch asks for on the host: whole-number arithmetic of tiles, and the room that the device has.
+
+Decoding launches a kernel every few microseconds, so these cost next to nothing. (`triton.cdiv` and
+`triton.next_power_of_2` do the same, but since Triton 3.6 unwrap their arguments for the compiler on every call, at
+ten times the price; PyTorch asks the driver for the properties of the device anew.)
+"""
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+
+def cdiv(a: int, b: int) -> int:
+    """`a / b` rounded up, for b > 0."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is at least n, for n > 0."""
+    return 1 << (n - 1).bit_length()
+
+
+class DeviceLimits(NamedTuple):
+    """What kernels must fit into.
+
+    Attributes:
+        shared_memory: Bytes that one program may use.
+        processors: Multiprocessors; one where there is no GPU, so that nothing is split.
+        capability: Compute capability of an NVIDIA GPU; (0, 0) elsewhere.
+    """
+
+    shared_memory: int
+    processors: int
+    capability: tuple[int, int]
+
+
+INTERPRETER_LIMITS = DeviceLimits(227 * 1024, 1, (0, 0))
+"""The interpreter knows no limits; these are the tiles of an H200."""
+
+
+@functools.cache
+def device_limits(device: torch.device) -> DeviceLimits:
+    """Limits of the GPU; asked for once."""
+    if device.type != "cuda":
+        return INTERPRETER_LIMITS
+    properties = torch.cuda.get_device_properties(device)
+    capability = (properties.major, properties.minor) if torch.version.hip is None else (0, 0)
+    return DeviceLimits(properties.shared_memory_per_block_optin, properties.multi_processor_count, capability)
