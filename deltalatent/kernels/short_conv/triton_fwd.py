@@ -13,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from deltalatent.kernels.tiles import cdiv
+
 TAPS = 4
 MAX_STREAMS = 3
 # Programs of one warp that fill the largest current chips a few times.
@@ -292,7 +294,7 @@ class StreamLayout:
     """How the channels of up to three streams share the first grid axis of one launch."""
 
     def __init__(self, xs: list[torch.Tensor], block: int):
-        self.blocks = [triton.cdiv(x.shape[2], block) for x in xs]
+        self.blocks = [cdiv(x.shape[2], block) for x in xs]
         count = len(xs)
         beyond = sum(self.blocks)
         self.first_of_1 = self.blocks[0] if count > 1 else beyond
@@ -322,9 +324,9 @@ def tokens_per_program(total: int, walks: int, shortest: int, longest: int) -> i
     there are few channels and rows. Depends on shapes only, so that the order of summation is always the same.
     """
     chunk = longest
-    while chunk > shortest and walks * triton.cdiv(total, chunk) < FILLING_PROGRAMS:
+    while chunk > shortest and walks * cdiv(total, chunk) < FILLING_PROGRAMS:
         chunk //= 2
-    return min(chunk, triton.cdiv(total, 4) * 4)
+    return min(chunk, cdiv(total, 4) * 4)
 
 
 def locate_documents(cu_seqlens: torch.Tensor, total: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -334,7 +336,7 @@ def locate_documents(cu_seqlens: torch.Tensor, total: int) -> tuple[torch.Tensor
     document = torch.empty_like(start)
     block = 256
     if total > 0:
-        locate_documents_kernel[(triton.cdiv(total, block),)](
+        locate_documents_kernel[(cdiv(total, block),)](
             cu_seqlens.contiguous(), start, document, total, num_documents, num_documents.bit_length(), BT=block
         )
     return start, document
@@ -358,7 +360,7 @@ def short_conv_forward(
     block_d = 128
     layout = StreamLayout(xs, block_d)
     chunk = tokens_per_program(total, layout.num_blocks * batch_size, shortest=16, longest=64)
-    grid = (layout.num_blocks * triton.cdiv(total, chunk), batch_size)
+    grid = (layout.num_blocks * cdiv(total, chunk), batch_size)
     short_conv_forward_kernel[grid](
         *layout.pad(xs), *layout.pad(weights), *layout.pad(ys), *layout.pad(states or xs), start, document,
         *layout.sizes_and_strides(xs), total, layout.num_blocks, chunk,
