@@ -251,7 +251,7 @@ def register_quantile_balancing(
         A handle; ``handle.remove()`` ends it.
 
     Raises:
-        ValueError: if the model has no router, or ``ema`` is outside [0, 1).
+        ValueError: if the model has no router or only frozen ones, or ``ema`` is outside [0, 1).
     """
     _check_ema(ema)
     _start(model)
@@ -271,7 +271,8 @@ class QuantileBalancingCallback(TrainerCallback):
     Works at ``on_pre_optimizer_step``: once per update, after all micro-batches of gradient accumulation. Evaluation
     leaves the bias alone, because a model in eval mode collects nothing. The bias is an ordinary buffer of the model,
     so checkpoints carry it and resuming needs nothing else. Checkpoints of adapters do not: there the callback adds
-    `selection_bias.safetensors`, and reads it when training resumes from `output_dir`.
+    `selection_bias.safetensors`, and reads it when training resumes from `output_dir`. The step that the Trainer takes
+    beyond `max_steps` when a finished run is resumed is left without effect.
 
     Adds to the Trainer's training logs (means over the steps since the last log):
 
@@ -291,8 +292,9 @@ class QuantileBalancingCallback(TrainerCallback):
         last_report: :class:`BalanceReport` of the latest step, ``None`` before the first.
 
     Raises:
-        ValueError: at construction if ``ema`` is outside [0, 1); when training begins if the model has no router, if
-            the Trainer would use ``nn.DataParallel``, or if adapters resume from a checkpoint without their bias.
+        ValueError: at construction if ``ema`` is outside [0, 1); when training begins if the model has no router or
+            only frozen ones, if the Trainer would use ``nn.DataParallel``, or if adapters resume from a checkpoint
+            without their bias.
     """
 
     _LOG_KEYS = tuple(f"expert_load/{key}" for key in ("max_violation", "max_violation_worst", "cv", "dead"))
@@ -330,8 +332,10 @@ class QuantileBalancingCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if 0 < state.max_steps <= state.global_step:
-            # Resumed when all steps are done, within an epoch, the Trainer takes one more, by then at learning rate 0.
+            # Resumed when all steps are done, within an epoch, the Trainer takes one more: neither statistics nor
+            # gradients of it must change the model.
             _start(kwargs["model"])
+            kwargs["optimizer"].zero_grad()
             return
         self.last_report = update_selection_bias(kwargs["model"], process_group=self.process_group, ema=self.ema)
         summary = self.last_report.summary()
@@ -377,7 +381,7 @@ class QuantileBalancingCallback(TrainerCallback):
 
 
 def _start(model: nn.Module) -> None:
-    """Refuse a model without routers; drop what earlier forwards left in the histograms; declare that they are read.
+    """Refuse a model without routers to balance; drop what earlier forwards left; declare that statistics are read.
 
     Their memory is taken here, so that a compiled forward finds it in place and is compiled once.
     """
@@ -386,6 +390,11 @@ def _start(model: nn.Module) -> None:
         raise ValueError(
             f"expected a model with routers to balance, got {type(model).__name__} with none: leave quantile "
             "balancing out for a dense model."
+        )
+    if not any(router.balance.enabled for _, router in routers):
+        raise ValueError(
+            f"expected routers whose selection bias may change, got {len(routers)} frozen ones: leave quantile "
+            "balancing out, or call `freeze_selection_bias(model, frozen=False)`."
         )
     for _, router in routers:
         router.balance.allocate(router.e_score_correction_bias.device)

@@ -12,6 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 from accelerate import Accelerator
@@ -176,14 +177,18 @@ def test_resumed_training_is_straight_training(
     assert losses(resumed)[-2:] == losses(straight)[-2:]
 
 
-def test_resuming_a_finished_run_changes_nothing(tmp_path: Path) -> None:
-    """The Trainer takes one more step, at the end of its schedule: weights stay, and so must the selection bias."""
-    arguments = {"max_steps": 3, "lr_scheduler_type": "linear", "save_strategy": "steps", "save_steps": 3}
+@pytest.mark.parametrize("schedule", ["linear", "constant"])
+def test_resuming_a_finished_run_changes_nothing(tmp_path: Path, schedule: str) -> None:
+    """The Trainer takes one more step, which has a learning rate unless the schedule ends at zero."""
+    arguments = {"max_steps": 3, "lr_scheduler_type": schedule, "save_strategy": "steps", "save_steps": 3}
     run = trainer(tmp_path, fresh_model(), **arguments)
     run.train()
     resumed = trainer(tmp_path, fresh_model(seed=8), **arguments)
     resumed.train(resume_from_checkpoint=last_complete_checkpoint(tmp_path))
+    assert resumed.state.global_step == 4
     assert_same_state(state(resumed.model), state(run.model))
+    for (name, parameter), own in zip(run.model.named_parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(resumed.optimizer.state[own]["exp_avg"], run.optimizer.state[parameter]["exp_avg"]), name
 
 
 @pytest.mark.parametrize("shard_size", ["5GB", "100KB"])
@@ -335,6 +340,84 @@ def test_accelerate_loop_is_the_trainer(tmp_path: Path) -> None:
     expected = state(run.model)
     for name, tensor in state(model).items():
         assert_close(tensor, expected[name], 1e-5, what=name)
+
+
+def smoothed_loss(model: nn.Module, rows: list[dict[str, Any]], epsilon: float) -> Tensor:
+    """Of the next tokens, from each row alone, in float64."""
+    found = []
+    for row in rows:
+        with torch.no_grad():
+            scores = model(torch.tensor([row["input_ids"]])).logits[0, :-1].double().log_softmax(-1)
+        targets = torch.tensor(row["labels"][1:])
+        right = scores[torch.arange(len(targets)), targets]
+        found.append(-(1 - epsilon) * right - epsilon * scores.mean(-1))
+    return torch.cat(found).mean()
+
+
+@pytest.mark.parametrize("how", ["label_smoothing_factor", "compute_loss_func"])
+def test_losses_of_the_trainer_are_those_of_the_next_tokens(tmp_path: Path, how: str) -> None:
+    """Labels are shifted by class name: of a model that it does not know, the Trainer smooths the wrong ones."""
+
+    def own_loss(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | None = None) -> Tensor:
+        logits, targets = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        total = nn.functional.cross_entropy(logits, targets, label_smoothing=0.2, reduction="sum")
+        return total / ((targets != -100).sum() if num_items_in_batch is None else num_items_in_batch)
+
+    model = tiny_model()
+    rows = samples(8)
+    expected = smoothed_loss(model, rows, 0.2).item()
+    arguments: dict[str, Any] = {"label_smoothing_factor": 0.2} if how == "label_smoothing_factor" else {}
+    run = trainer(tmp_path, model, data=rows, max_steps=1, gradient_accumulation_steps=4, **arguments)
+    if how == "compute_loss_func":
+        run.compute_loss_func = own_loss
+    run.train()
+    assert losses(run)[0] == pytest.approx(expected, rel=1e-5)
+
+
+def test_prediction_gives_logits_and_nothing_else(tmp_path: Path) -> None:
+    """Neither a cache nor router scores get among them; metrics see the inputs and the loss of every row."""
+    rows = samples(6)
+    model = tiny_model()
+    run = trainer(tmp_path, model, include_for_metrics=["inputs", "loss"], per_device_eval_batch_size=len(rows))
+    seen = []
+    run.compute_metrics = lambda found: seen.append((found.inputs.shape, found.losses.shape)) or {"rows": len(rows)}
+    found = run.predict(rows)
+    longest = max(len(row["input_ids"]) for row in rows)
+    assert found.predictions.shape == (len(rows), longest, model.config.vocab_size)
+    assert seen == [((len(rows), longest), (len(rows),))]
+    assert found.metrics["test_rows"] == len(rows)
+    with torch.no_grad():
+        alone = model(torch.tensor([rows[0]["input_ids"]])).logits[0]
+    assert_close(torch.tensor(found.predictions[0, -len(alone) :]), alone, 1e-5)
+
+
+def test_streamed_documents_are_packed_like_any_others(tmp_path: Path) -> None:
+    found = []
+    rows = samples()
+    for data in (rows, datasets.Dataset.from_list(rows).to_iterable_dataset()):
+        run = trainer(
+            tmp_path / str(len(found)),
+            fresh_model(),
+            collator=DataCollatorWithFlattening(return_tensors="pt"),
+            data=data,
+            gradient_accumulation_steps=2,
+            train_sampling_strategy="sequential",
+        )
+        run.train()
+        found.append((losses(run), state(run.model)))
+    assert found[0][0] == found[1][0]
+    assert_same_state(found[1][1], found[0][1])
+
+
+def test_noise_on_embeddings_reaches_training_only(tmp_path: Path) -> None:
+    """NEFTune hooks the module of the embedding."""
+    runs = {alpha: trainer(tmp_path / str(alpha), tiny_model(), neftune_noise_alpha=alpha) for alpha in (None, 5.0)}
+    for run in runs.values():
+        run.train()
+    assert losses(runs[5.0])[0] != losses(runs[None])[0]
+    model = runs[5.0].model.train()
+    ids = random_ids(model.config)
+    assert torch.equal(model.model.embed_tokens(ids), model.model.embed_tokens.weight[ids])
 
 
 def test_there_is_no_auxiliary_loss(tmp_path: Path) -> None:

@@ -396,6 +396,16 @@ def test_a_frozen_bias_stays_and_can_be_released() -> None:
     assert not torch.equal(biases(model), torch.zeros(NUM_LAYERS, NUM_EXPERTS))
 
 
+def test_balancing_what_is_frozen_is_refused(tmp_path: Path) -> None:
+    """It would train for days without balancing and without the reminder."""
+    model = StandIn()
+    freeze_selection_bias(model)
+    with pytest.raises(ValueError, match="selection bias may change, got 2 frozen ones: leave quantile balancing out"):
+        make_trainer(tmp_path, model, callbacks=[QuantileBalancingCallback()]).train()
+    with pytest.raises(ValueError, match="got 2 frozen ones"):
+        register_quantile_balancing(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
 def test_a_bias_cast_to_bf16_is_refused() -> None:
     model = StandIn()
     model.layers[0].router.to(torch.bfloat16)
