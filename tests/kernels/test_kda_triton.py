@@ -284,6 +284,30 @@ def test_compiled_triton_op_is_one_graph_with_the_same_numbers():
 
 
 @needs_triton
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_unused_final_state_and_no_state_of_triton(compiled):
+    """Gradients are those of the outputs alone, and there is none for an initial state that is not there."""
+    inputs = random_inputs(1, 20, 1, 16, 16)
+    form = torch.compile(triton_form, backend="aot_eager", fullgraph=True) if compiled else triton_form
+    grads = []
+    for output_final_state in (False, True):
+        leaves = [inputs[n].clone().requires_grad_() for n in NAMES]
+        o, _ = form(*leaves, output_final_state=output_final_state)
+        grads.append(torch.autograd.grad((o * inputs["v"]).sum(), leaves))
+    for name, without, unused in zip(NAMES, *grads, strict=True):
+        assert torch.equal(without, unused), name
+
+
+@needs_triton
+def test_triton_refuses_second_derivatives():
+    inputs = random_inputs(1, 5, 1, 16, 16)
+    leaves = [inputs[n].requires_grad_() for n in NAMES]
+    (grad,) = torch.autograd.grad(triton_form(*leaves)[0].square().sum(), leaves[:1], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+@needs_triton
 def test_triton_op_registrations():
     inputs = random_inputs(1, 5, 1, 16, 16)
     args = [inputs[n].requires_grad_() for n in NAMES]

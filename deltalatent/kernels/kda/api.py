@@ -10,7 +10,7 @@ import importlib.util
 import torch
 
 from deltalatent.kernels.dispatch import Obstacle, resolve_impl, triton_obstacle
-from deltalatent.kernels.kda.autograd import kda_chunk_op
+from deltalatent.kernels.kda import autograd
 from deltalatent.kernels.kda.reference import kda_chunk_reference, kda_recurrent_reference
 from deltalatent.kernels.kda.validation import validate_kda_inputs
 
@@ -87,8 +87,7 @@ def kda_chunk(
     tensors = (q, k, v, g, beta, A_log, dt_bias)
     if chosen == "triton":
         scale = q.shape[-1] ** -0.5 if scale is None else scale
-        results = kda_chunk_op(*tensors, initial_state, cu_seqlens, gate_lower_bound, scale, output_final_state)
-        return results[0], results[1] if output_final_state else None
+        return autograd.kda_chunk((*tensors, initial_state, cu_seqlens), gate_lower_bound, scale, output_final_state)
     options = {
         "gate_lower_bound": gate_lower_bound,
         "scale": scale,

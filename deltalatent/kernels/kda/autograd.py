@@ -1,46 +1,107 @@
 # Copyright 2026 The deltalatent authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Chunked KDA in Triton as PyTorch operators: opaque to `torch.compile`, with shapes and gradients registered.
+"""Chunked KDA in Triton with its gradients, for eager calls and for `torch.compile`.
 
-| operator | result | saved for backward |
-| --- | --- | --- |
-| `deltalatent::kda_chunk` | o [B, T, HV, V], and the final states [N, HV, K, V] if asked for | the raw inputs only |
-| `deltalatent::kda_chunk_backward` | one gradient per tensor input, that of `initial_state` if there is one | - |
+Eager calls go through an `autograd.Function`, which costs the host a fraction of what a custom operator with autograd
+does. Under `torch.compile` the same launches are opaque operators with shapes and gradients registered:
+
+| operator | result |
+| --- | --- |
+| `deltalatent::kda_chunk` | o [B, T, HV, V], and the final states [N, HV, K, V] if asked for |
+| `deltalatent::kda_chunk_backward` | one gradient per tensor input, that of `initial_state` if there is one |
+
+Saved for backward: the raw inputs and o; everything else is made again.
 """
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
-def _contiguous(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
+def _contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
     return [None if x is None else x.contiguous() for x in tensors]
 
 
-def _empty(x: torch.Tensor) -> torch.Tensor:
+def _empty(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-@torch.library.custom_op("deltalatent::kda_chunk", mutates_args=())
-def kda_chunk_op(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    A_log: torch.Tensor,
-    dt_bias: torch.Tensor,
-    initial_state: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
     gate_lower_bound: float,
     scale: float,
     output_final_state: bool,
-) -> list[torch.Tensor]:
+) -> list[Tensor]:
     from deltalatent.kernels.kda.triton_fwd import chunk_forward
 
     inputs = _contiguous(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
     o, final_state = chunk_forward(*inputs, gate_lower_bound, scale, output_final_state)
     return [o] if final_state is None else [o, final_state]
+
+
+def _backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    gate_lower_bound: float,
+    scale: float,
+    o: Tensor,
+    do: Tensor,
+    final_state_grad: Tensor | None,
+) -> list[Tensor]:
+    from deltalatent.kernels.kda.triton_bwd import chunk_backward
+
+    inputs = _contiguous(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
+    grads = chunk_backward(*inputs, gate_lower_bound, scale, *_contiguous(o, do, final_state_grad))
+    return [x for x in grads if x is not None]
+
+
+def _input_gradients(ctx, run, do: Tensor | None, final_state_grad: Tensor | None = None) -> tuple[Tensor | None, ...]:
+    """Gradients of all twelve arguments of `_forward`, by `_backward` or its operator."""
+    *tensors, o = ctx.saved_tensors
+    if do is None:
+        do = torch.zeros_like(o)
+    grads = run(*tensors, *ctx.options, o, do, final_state_grad)
+    return *grads, *[None] * (12 - len(grads))  # none for the initial state if there is none; it is the eighth
+
+
+class KDAChunkFunction(torch.autograd.Function):
+    """Saved: q, k [B, T, H, K], v and o [B, T, HV, V], g [B, T, HV, K], beta, A_log, dt_bias, state, `cu_seqlens`."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        *tensors, gate_lower_bound, scale, _ = inputs
+        outputs = _forward(*inputs)
+        ctx.options = (gate_lower_bound, scale)
+        # Absent gradients arrive as None, so that an unused final state costs nothing.
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors, outputs[0])
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):
+        return _input_gradients(ctx, _backward, *grads)
+
+
+kda_chunk_op = torch.library.custom_op("deltalatent::kda_chunk", _forward, mutates_args=())
+kda_chunk_backward_op = torch.library.custom_op("deltalatent::kda_chunk_backward", _backward, mutates_args=())
 
 
 @kda_chunk_op.register_fake
@@ -51,51 +112,37 @@ def _(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, gate_lower_bo
     return [_empty(v), *final]
 
 
-@torch.library.custom_op("deltalatent::kda_chunk_backward", mutates_args=())
-def kda_chunk_backward_op(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    A_log: torch.Tensor,
-    dt_bias: torch.Tensor,
-    initial_state: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    gate_lower_bound: float,
-    scale: float,
-    o: torch.Tensor,
-    do: torch.Tensor,
-    final_state_grad: torch.Tensor | None,
-) -> list[torch.Tensor]:
-    from deltalatent.kernels.kda.triton_bwd import chunk_backward
-
-    inputs = _contiguous(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
-    grads = chunk_backward(*inputs, gate_lower_bound, scale, *_contiguous(o, do, final_state_grad))
-    return [x for x in grads if x is not None]
-
-
 @kda_chunk_backward_op.register_fake
 def _(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, gate_lower_bound, scale, o, do, final_state_grad):
     return [_empty(x) for x in (q, k, v, g, beta, A_log, dt_bias, initial_state) if x is not None]
 
 
-def _setup_context(ctx, inputs, output):
-    *tensors, ctx.gate_lower_bound, ctx.scale, _ = inputs
-    # Absent gradients arrive as None, so that an unused final state costs nothing.
+def _op_setup_context(ctx, inputs, output):
+    *tensors, gate_lower_bound, scale, _ = inputs
+    ctx.options = (gate_lower_bound, scale)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, output[0])
 
 
-def _backward(ctx, grads):
-    do, final_state_grad = grads[0], (grads[1] if len(grads) > 1 else None)
-    if do is None:
-        do = torch.zeros_like(ctx.saved_tensors[2])
-    *tensors, o = ctx.saved_tensors
-    *inputs, initial_state, _ = tensors
-    results = kda_chunk_backward_op(*tensors, ctx.gate_lower_bound, ctx.scale, o, do, final_state_grad)
-    state_grad = None if initial_state is None else results[len(inputs)]
-    return *results[: len(inputs)], state_grad, None, None, None, None
+def _op_backward(ctx, grads):
+    return _input_gradients(ctx, kda_chunk_backward_op, *grads)
 
 
-kda_chunk_op.register_autograd(_backward, setup_context=_setup_context)
+kda_chunk_op.register_autograd(_op_backward, setup_context=_op_setup_context)
+
+
+def kda_chunk(
+    tensors: tuple[Tensor | None, ...], gate_lower_bound: float, scale: float, output_final_state: bool
+) -> tuple[Tensor, Tensor | None]:
+    """o [B, T, HV, V] and the final states [N, HV, K, V] or None; see `api.kda_chunk`.
+
+    `tensors`: q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens; differentiable in all but the last.
+    """
+    if torch.compiler.is_compiling():
+        run = kda_chunk_op
+    elif torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        run = KDAChunkFunction.apply
+    else:
+        run = _forward
+    o, *final_state = run(*tensors, gate_lower_bound, scale, output_final_state)
+    return o, final_state[0] if final_state else None
