@@ -148,6 +148,6 @@ def count_required_biases(
     reasons = {"triton": obstacle, "torch": None}
     arguments = (flat, scores, cutoff, bias, mask, selected, num_bins)
     if resolve_impl("count_required_biases", impl, device=scores.device, reasons=reasons) == "triton":
-        autograd.count_op(*arguments)
+        autograd.count_required_biases(*arguments)
     else:
         count_required_biases_reference(*arguments)

@@ -185,11 +185,21 @@ def choose(
     return scores, index, weights, cutoff
 
 
-@torch.library.custom_op("deltalatent::count_required_biases", mutates_args=("flat",))
-def count_op(
+def _count(
     flat: Tensor, scores: Tensor, cutoff: Tensor, bias: Tensor, mask: Tensor | None, selected: Tensor, num_bins: int
 ) -> None:
     from deltalatent.kernels.router.triton_kernels import count
 
     mask = None if mask is None else mask.contiguous()
     count(flat, scores.contiguous(), cutoff.contiguous(), bias.contiguous(), mask, selected.contiguous(), num_bins)
+
+
+count_op = torch.library.custom_op("deltalatent::count_required_biases", _count, mutates_args=("flat",))
+
+
+def count_required_biases(
+    flat: Tensor, scores: Tensor, cutoff: Tensor, bias: Tensor, mask: Tensor | None, selected: Tensor, num_bins: int
+) -> None:
+    """Add one micro-batch to `flat`; no gradient. See `api.count_required_biases`."""
+    run = count_op if torch.compiler.is_compiling() else _count
+    run(flat, scores, cutoff, bias, mask, selected, num_bins)
