@@ -9,6 +9,7 @@ import torch
 
 def float32_autocast_disabled(device: torch.device) -> AbstractContextManager:
     """Context in which autocast does not touch float32 arithmetic on `device`."""
-    if not torch.amp.is_autocast_available(device.type):
+    kind = device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return nullcontext()
-    return torch.autocast(device_type=device.type, enabled=False)
+    return torch.autocast(device_type=kind, enabled=False)

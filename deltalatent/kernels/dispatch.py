@@ -81,30 +81,26 @@ def _announce(op: str, choice: str, device: torch.device, passed_over: list[str]
     logger.log(logging.WARNING if slow else logging.INFO, "%s: auto chose %s on %s%s", op, choice, device.type, why)
 
 
+@torch.compiler.assume_constant_result
 def triton_obstacle(device: torch.device) -> Obstacle | None:
     """Say why Triton kernels cannot run on tensors of `device`; `None` if they can.
 
     They need the `triton` package and a GPU that PyTorch calls `cuda` (compute capability 8.0 or newer; AMD's builds
     of PyTorch use the same device name). With `TRITON_INTERPRET=1` in the environment they run on any device, slowly.
     """
-    return _triton_obstacle(device.type, device.index if device.index is not None else -1)
-
-
-@torch.compiler.assume_constant_result
-def _triton_obstacle(device_type: str, device_index: int) -> Obstacle | None:
-    return _probe_triton(device_type, device_index)
+    return _probe_triton(device)
 
 
 @functools.cache
-def _probe_triton(device_type: str, device_index: int) -> Obstacle | None:
+def _probe_triton(device: torch.device) -> Obstacle | None:
     if importlib.util.find_spec("triton") is None:
         return Obstacle("the package `triton` is not installed: `pip install deltalatent[kernels]`", ImportError)
     if os.environ.get("TRITON_INTERPRET") == "1":
         return None
-    if device_type != "cuda":
-        return Obstacle(f"Triton kernels need CUDA tensors, got tensors on {device_type!r}: move them, or use 'torch'")
+    if device.type != "cuda":
+        return Obstacle(f"Triton kernels need CUDA tensors, got tensors on {device.type!r}: move them, or use 'torch'")
     if torch.version.hip is None:
-        capability = torch.cuda.get_device_capability(device_index if device_index >= 0 else None)
+        capability = torch.cuda.get_device_capability(device)
         if capability < MINIMUM_COMPUTE_CAPABILITY:
             need, have = (".".join(map(str, pair)) for pair in (MINIMUM_COMPUTE_CAPABILITY, capability))
             return Obstacle(f"Triton kernels need compute capability {need}, this GPU has {have}: use 'torch'")
