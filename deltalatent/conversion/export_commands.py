@@ -16,8 +16,9 @@ def add_to(commands: Any) -> None:
     remote = commands.add_parser(
         "export-remote-code",
         help="put the model's code into its folder, so that Transformers alone can load it",
-        description="Put the model's code into its folder: `from_pretrained(folder, trust_remote_code=True)` then "
-        "needs torch and Transformers only. Weights and tokenizer stay as they are.",
+        description="Put the code of the model, its processor and tokenizer into their folder: "
+        "`from_pretrained(folder, trust_remote_code=True)` then needs torch and Transformers only, with Pillow for "
+        "images. Weights and vocabulary stay as they are.",
     )
     remote.add_argument("folder", help="folder that `save_pretrained` wrote")
     remote.set_defaults(run=_export_remote_code)
@@ -49,7 +50,9 @@ def _export_remote_code(options: argparse.Namespace) -> None:
     from deltalatent.conversion.export_remote_code import export_remote_code
 
     written = export_remote_code(options.folder)
-    print(f"{options.folder}: {len(written) - 1} source files, and `auto_map` in config.json")
+    sources = [file for file in written if file.suffix == ".py"]
+    described = ", ".join(file.name for file in written if file not in sources)
+    print(f"{options.folder}: {len(sources)} source files, and `auto_map` in {described}")
 
 
 def _export_serving(options: argparse.Namespace) -> None:

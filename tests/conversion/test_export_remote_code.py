@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from deltalatent import KimiK3ForCausalLM, KimiK3ForConditionalGeneration
 from deltalatent.conversion.export_remote_code import export_remote_code, flat_name
-from tests.bare_environment import make_bare_environment
+from tests.bare_environment import make_bare_environment, run_python
 from tests.testing_common import GOLDEN, golden, tiny_model
 
 INPUTS = {"input_ids": torch.arange(20).view(2, 10)}
@@ -81,17 +80,8 @@ def read_without_package(
     """Load, compute and save in the other environment, from an empty module cache."""
     target, numbers = workspace / "saved_again", workspace / "numbers.safetensors"
     save_file(inputs, numbers)
-    environment = {"HF_MODULES_CACHE": str(workspace / "modules"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(
-        [str(python), "-c", READER, auto_class, str(folder), str(target), str(numbers)],
-        env=environment,
-        cwd=workspace,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert run.returncode == 0, run.stderr
-    return target, load_file(numbers), json.loads(run.stdout.splitlines()[-1])
+    printed = run_python(python, READER, auto_class, folder, target, numbers, workspace=workspace)
+    return target, load_file(numbers), json.loads(printed.splitlines()[-1])
 
 
 def test_loads_without_the_package_bit_equal_and_again_after_a_save(exported, bare_python, tmp_path):
@@ -153,11 +143,7 @@ with torch.no_grad():
     a, b, c = (model(torch.arange(20).view(2, 10)).logits for model in (first, second, first))
 assert torch.equal(a, b) and torch.equal(a, c)
 """
-    environment = {"HF_MODULES_CACHE": str(tmp_path), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    run = subprocess.run(
-        [sys.executable, "-c", script, str(exported)], env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert run.returncode == 0, run.stderr
+    run_python(Path(sys.executable), script, exported, workspace=tmp_path, PYTHONPATH=str(ROOT))
 
 
 def test_weights_stay_and_export_can_be_repeated(saved, exported):
