@@ -17,6 +17,8 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+    AutoModelForSequenceClassification,
     AutoProcessor,
 )
 from transformers.utils import is_vision_available
@@ -27,6 +29,7 @@ from deltalatent.configuration.sizes import SIZES, count_parameters, size_config
 from deltalatent.conversion import mapping
 from deltalatent.modeling.modeling_kimi_k3 import KimiK3ForCausalLM, KimiK3PreTrainedModel, KimiK3TextModel
 from deltalatent.modeling.multimodal import KimiK3ForConditionalGeneration, KimiK3Model
+from deltalatent.modeling.sequence_classification import KimiK3ForSequenceClassification
 from deltalatent.modeling.vision_tower import KimiK3VisionModel
 from deltalatent.processing import tokenization_kimi_k3
 from deltalatent.processing.image_processing_kimi_k3 import KimiK3ImageProcessor, KimiK3ImageProcessorPil
@@ -47,7 +50,9 @@ def register() -> None:
     AutoModelForCausalLM.register(KimiK3TextConfig, KimiK3ForCausalLM, exist_ok=True)
     # `register` refuses it because the class is configured by the text part, which the Auto class then hands over.
     AutoModelForCausalLM._model_mapping.register(KimiK3Config, KimiK3ForCausalLM, exist_ok=True)  # type: ignore[arg-type]
-    AutoModelForImageTextToText.register(KimiK3Config, KimiK3ForConditionalGeneration, exist_ok=True)
+    AutoModelForSequenceClassification.register(KimiK3TextConfig, KimiK3ForSequenceClassification, exist_ok=True)
+    for multimodal in (AutoModelForImageTextToText, AutoModelForMultimodalLM):
+        multimodal.register(KimiK3Config, KimiK3ForConditionalGeneration, exist_ok=True)
     mapping.register()
     tokenization_kimi_k3.register()
     AutoProcessor.register(KimiK3Config, KimiK3Processor, exist_ok=True)
@@ -72,6 +77,7 @@ __all__ = [
     "KimiK3Config",
     "KimiK3ForCausalLM",
     "KimiK3ForConditionalGeneration",
+    "KimiK3ForSequenceClassification",
     "KimiK3ImageProcessor",
     "KimiK3Model",
     "KimiK3PreTrainedModel",

@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from safetensors import SafetensorError
@@ -190,8 +190,13 @@ class KimiK3PreTrainedModel(ShardedLoading, PreTrainedModel):
         "e_score_correction_bias",
     ]
 
+    trained_later: tuple[str, ...] = ()
+    """Beginnings of the names of tensors that a pretrained checkpoint need not hold: they start at random."""
+
     def __init__(self, config: PreTrainedConfig, *args, **kwargs) -> None:
         super().__init__(config, *args, **kwargs)
+        # Fields may have been set since the config was made, and what contradicts would be ignored or fail later.
+        cast(Any, config).validate()
         self.register_load_state_dict_pre_hook(accept_released_layout)
 
     @classmethod
@@ -266,7 +271,8 @@ class KimiK3PreTrainedModel(ShardedLoading, PreTrainedModel):
             ) from error
         model, info = loaded
         advice = "the file is truncated or belongs to another config"
-        if (missing := info["missing_keys"]) and not allow_missing_keys:
+        missing = {name for name in info["missing_keys"] if not name.startswith(cls.trained_later)}
+        if missing and not allow_missing_keys:
             raise ValueError(
                 f"the checkpoint {pretrained_model_name_or_path} must hold every tensor of {cls.__name__}, got none "
                 f"for {shortened(missing)}: {advice}; pass `allow_missing_keys=True` to initialise them at random."
@@ -316,6 +322,16 @@ class KimiK3PreTrainedModel(ShardedLoading, PreTrainedModel):
         )
         return PreTrainedModel._finalize_model_loading(model, load_config, loading_info)
 
+    def _get_resized_lm_head(self, old_lm_head: nn.Linear, *args, **kwargs) -> nn.Linear:
+        """As in Transformers, which makes an `nn.Linear`; a head that gives the loss without logits stays one."""
+        resized = super()._get_resized_lm_head(old_lm_head, *args, **kwargs)
+        if type(old_lm_head) is not KimiK3LanguageHead or resized is old_lm_head:
+            return resized
+        with torch.device("meta"):
+            head = KimiK3LanguageHead(resized.in_features, resized.out_features)
+        head.weight = resized.weight
+        return head
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """Normal projections, unit norms, and: A = 0 with the bounded gate, decay as in the delta-rule literature,
@@ -360,7 +376,7 @@ class KimiK3PreTrainedModel(ShardedLoading, PreTrainedModel):
 class KimiK3TextModel(KimiK3PreTrainedModel):
     """Embedding, decoder layers, final depth mixing and norm: token ids to hidden states."""
 
-    _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]  # noqa: RUF012 - checkpoints of `KimiK3ForCausalLM` load here too
+    _keys_to_ignore_on_load_unexpected = [r"^lm_head\.", r"^score\."]  # noqa: RUF012 - checkpoints with a head load here too
 
     def __init__(self, config: KimiK3TextConfig) -> None:
         super().__init__(config)
@@ -511,6 +527,12 @@ class KimiK3TextModel(KimiK3PreTrainedModel):
 
         layout = None
         if padding is not None or cu_seqlens is not None or (position_ids is not None and length > 1):
+            if torch.compiler.is_exporting():
+                raise ValueError(
+                    "an exported graph cannot find padding or packed documents, whose number it does not know, got "
+                    "`attention_mask`, `position_ids` or `cu_seq_lens_q`: export the model without them, for rows "
+                    "of one length."
+                )
             layout = sequence_layout(
                 batch_size, length, attention_mask=padding, position_ids=position_ids, cu_seqlens=cu_seqlens
             )
@@ -707,6 +729,13 @@ class KimiK3GenerationMixin(GenerationMixin):
             processors.insert(0, RefuseNaN())
         return processors
 
+    def init_continuous_batching(self, *args, **kwargs) -> NoReturn:
+        """Refuses `generate_batch` and its like, whose cache is made of pages of keys and values."""
+        raise ValueError(
+            f"continuous batching needs a cache of keys and values in pages, got {type(self).__name__}, whose cache "
+            "holds recurrent states and latents: call `generate` with prompts padded on the left."
+        )
+
     @staticmethod
     def create_masks_for_generate(
         config: PreTrainedConfig,
@@ -786,6 +815,7 @@ class KimiK3ForCausalLM(KimiK3PreTrainedModel, KimiK3GenerationMixin):
             cache=cache,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
+            return_dict=True,
             **kwargs,
         )
         return self._with_head(outputs, labels, logits_to_keep, skip_logits, **kwargs)

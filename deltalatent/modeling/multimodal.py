@@ -11,11 +11,13 @@ Shapes: B rows, T tokens, D width of the text model; of pixels and grids as in `
 
 from __future__ import annotations
 
+import copy
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
+from transformers.generation import GenerationConfig, LogitsProcessorList
 from transformers.modeling_outputs import (
     BaseModelOutputWithPooling,
     MoeCausalLMOutputWithPast,
@@ -171,6 +173,7 @@ class KimiK3Model(KimiK3MultimodalPreTrainedModel):
             cache=cache,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
+            return_dict=True,
             **kwargs,
         )
 
@@ -258,14 +261,26 @@ class KimiK3ForConditionalGeneration(KimiK3MultimodalPreTrainedModel, KimiK3Gene
             pixel_values=pixel_values,
             grid_thws=grid_thws,
             mm_encoder_outputs=mm_encoder_outputs,
+            return_dict=True,
             **kwargs,
         )
         return self._with_head(outputs, labels, logits_to_keep, skip_logits, **kwargs)
+
+    def _get_logits_processor(self, generation_config: GenerationConfig, *args, **kwargs) -> LogitsProcessorList:
+        """As in Transformers; but no placeholder is written, which would stand for an image that nobody gave."""
+        if self.config.vision_config is not None:
+            generation_config = copy.copy(generation_config)
+            generation_config.suppress_tokens = [
+                *(generation_config.suppress_tokens or ()),
+                self.config.media_placeholder_token_id,
+            ]
+        return super()._get_logits_processor(generation_config, *args, **kwargs)
 
     def prepare_inputs_for_generation(
         self,
         input_ids: Tensor,
         next_sequence_length: int | None = None,
+        inputs_embeds: Tensor | None = None,  # named, because `generate` looks whether it is
         mm_encoder_outputs: EncodedMedia | None = None,
         is_first_iteration: bool | None = False,
         **kwargs,
@@ -290,6 +305,7 @@ class KimiK3ForConditionalGeneration(KimiK3MultimodalPreTrainedModel, KimiK3Gene
         return super().prepare_inputs_for_generation(
             input_ids,
             next_sequence_length=next_sequence_length,
+            inputs_embeds=inputs_embeds,
             mm_encoder_outputs=mm_encoder_outputs,
             is_first_iteration=is_first_iteration,
             **kwargs,

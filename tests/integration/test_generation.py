@@ -237,6 +237,17 @@ def test_draft_decoding_is_refused(drafts: dict[str, Any]) -> None:
         model.generate(prompts(model, (9,))[0][None], **GREEDY, **drafts)
 
 
+@pytest.mark.parametrize("variant", ["default", "mla_only"])
+def test_continuous_batching_is_refused(variant: str) -> None:
+    """Its cache has pages of keys and values; without this it failed somewhere inside."""
+    model = tiny_model(**ONE_KIND.get(variant, {}))
+    row = prompts(model, (9,))[0]
+    with pytest.raises(ValueError, match="continuous batching needs a cache of keys and values in pages, got KimiK3"):
+        model.generate_batch([row.tolist()])
+    with pytest.raises(ValueError, match="call `generate` with prompts padded on the left"):
+        model.generate(row[None], **GREEDY, cache_implementation="paged")
+
+
 def test_right_padded_prompts_are_warned_about() -> None:
     """S16: the token after padding is not the token after the prompt; Transformers' warning must reach the user."""
     model = tiny_model()

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassClassValidationError
 from transformers import DynamicCache, StaticCache
 
+from deltalatent import KimiK3ForCausalLM, KimiK3TextModel
 from tests.testing_common import assert_close, left_padded, random_ids, tiny_config, tiny_model
 
 IDS = random_ids(tiny_config(), 2, 6)
@@ -250,3 +252,27 @@ def test_training_step_with_nan_counts_nothing_for_balancing() -> None:
     model = tiny_model().train()
     model(inputs_embeds=torch.full((1, 6, 32), NAN))
     assert model.model.layers[1].mlp.gate.balance.tokens.item() == 0
+
+
+def test_export_with_a_mask() -> None:
+    """The number of real tokens is no constant of a graph."""
+    arguments = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS), "use_cache": False}
+    with pytest.raises(ValueError, match="an exported graph cannot find padding or packed documents"):
+        torch.export.export(tiny_model(), (), arguments, strict=False)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("hidden_act", "relu", r"`hidden_act` must be one of \['situ', 'silu'\], got 'relu'"),
+        ("num_hidden_layers", 3, r"must name the layers 1 to `num_hidden_layers`=3, got \[4, 5\]"),
+        ("num_experts_per_token", 9, r"`num_experts_per_token` must be at most `num_experts`=8, got 9"),
+    ],
+)
+def test_a_config_that_was_changed_into_nonsense_builds_no_model(field: str, value: Any, message: str) -> None:
+    """Fields are checked when a config is made; one that was set later used to be ignored, or failed in a forward."""
+    config = tiny_config()
+    setattr(config, field, value)
+    for build in (KimiK3ForCausalLM, KimiK3TextModel):
+        with pytest.raises(StrictDataclassClassValidationError, match=message):
+            build(config)

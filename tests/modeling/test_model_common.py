@@ -637,9 +637,13 @@ def test_optional_outputs_from_the_config_and_as_a_tuple() -> None:
     ids = random_ids(model.config)
     output = model(ids)
     assert len(output.router_logits) == 4
+    expected = output.logits
     as_tuple = model(ids, return_dict=False)
-    assert isinstance(as_tuple, tuple)
-    assert torch.equal(as_tuple[0], output.logits)
+    assert isinstance(as_tuple, tuple) and torch.equal(as_tuple[0], expected)
+    model.config.return_dict = False
+    as_tuple = model(ids)
+    assert isinstance(as_tuple, tuple) and torch.equal(as_tuple[0], expected)
+    assert torch.equal(model(ids, return_dict=True).logits, expected)
 
 
 def test_hidden_states_under_activation_checkpointing() -> None:
@@ -836,6 +840,25 @@ def test_vocabulary_can_be_resized(variant: str) -> None:
     output = model(torch.full_like(ids, 299), labels=torch.full_like(ids, 299))
     assert output.logits.shape[-1] == 300 and torch.isfinite(output.loss)
     assert torch.equal(model(ids).logits[..., :256], expected)
+
+
+def test_a_resized_head_still_gives_the_loss_without_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers makes another head, of which a training step had the logits of all tokens in memory."""
+    model = tiny_model().train()
+    model.resize_token_embeddings(300)
+    assert model.lm_head.out_features == 300
+    ids = random_ids(model.config)
+    expected = model(ids, labels=ids, skip_logits=False).loss
+    monkeypatch.setattr(torch.nn.Linear, "forward", without_logits(torch.nn.Linear.forward))
+    assert_close(model(ids, labels=ids).loss, expected)
+
+
+def without_logits(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def checked(module: nn.Linear, x: Tensor) -> Tensor:
+        assert module.out_features != 300, "logits of all tokens"
+        return forward(module, x)
+
+    return checked
 
 
 def test_base_model_has_no_head() -> None:

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache
 
 from deltalatent import KimiK3ForConditionalGeneration
-from tests.vision.vision_testing import Grid, item, prompt, random_media, tiny_multimodal_model
+from tests.vision.vision_testing import PLACEHOLDER, Grid, item, prompt, random_media, tiny_multimodal_model
 
 WIDE, TALL, SQUARE, CLIP = (1, 2, 8), (1, 6, 2), (1, 6, 6), (3, 4, 2)
 NEW = 5
@@ -130,3 +130,36 @@ def test_text_only_prompts(model: KimiK3ForConditionalGeneration) -> None:
     for i in (0, 1):
         row = batch["input_ids"][i][batch["attention_mask"][i].bool()]
         assert torch.equal(written[i, batch["input_ids"].shape[1] :], oracle(model, row, {}))
+
+
+def test_prompt_as_embeddings(model: KimiK3ForConditionalGeneration) -> None:
+    """Visual tokens may be put among the embeddings by the caller; `generate` refused embeddings altogether."""
+    batch, media = prompt([3, WIDE, 4]), random_media(WIDE)
+    embeds = model.get_input_embeddings()(batch["input_ids"]).detach()
+    embeds[batch["input_ids"] == PLACEHOLDER] = torch.cat(model.get_image_features(**media).pooler_output).detach()
+    written = model.generate(inputs_embeds=embeds, attention_mask=batch["attention_mask"], **GREEDY)
+    assert torch.equal(written[0], oracle(model, batch["input_ids"][0], media))
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_no_placeholder_is_written(model: KimiK3ForConditionalGeneration, use_cache: bool) -> None:
+    """It would stand for an image that is not there: the next forward of the whole text raised."""
+
+    def prefer_the_placeholder(module: nn.Module, args: tuple[Tensor, ...], logits: Tensor) -> Tensor:
+        logits = logits.clone()
+        logits[..., PLACEHOLDER] = logits.max() + 1
+        return logits
+
+    batch, media = prompt([3, WIDE, 4]), random_media(WIDE)
+    expected = model.generate(**batch, **media, **GREEDY)
+    model.lm_head.register_forward_hook(prefer_the_placeholder)
+    assert torch.equal(model.generate(**batch, **media, **GREEDY, use_cache=use_cache), expected)
+    # What a caller suppresses is suppressed beside it.
+    first = expected[0, batch["input_ids"].shape[1]].item()
+    written = model.generate(**batch, **media, **GREEDY, use_cache=use_cache, suppress_tokens=[first])
+    assert not {first, PLACEHOLDER} & set(written[0, batch["input_ids"].shape[1] :].tolist())
+
+
+def test_continuous_batching_is_refused(model: KimiK3ForConditionalGeneration) -> None:
+    with pytest.raises(ValueError, match="continuous batching needs a cache of keys and values in pages"):
+        model.generate_batch([[5, 6, 7]])

@@ -16,7 +16,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModel, AutoModelForImageTextToText
+from transformers import AutoModel, AutoModelForImageTextToText, AutoModelForMultimodalLM
 
 from deltalatent import KimiK3Config, KimiK3ForConditionalGeneration, KimiK3Model, KimiK3VisionModel, lora_targets
 from deltalatent.modeling.multimodal import check_placeholders
@@ -139,6 +139,14 @@ def test_logits_of_a_part_of_the_prompt(model: KimiK3ForConditionalGeneration, k
     assert_close(part, everything[:, -keep:] if isinstance(keep, int) else everything[:, keep])
 
 
+def test_output_as_a_tuple_from_the_config(model: KimiK3ForConditionalGeneration) -> None:
+    batch, media = prompt([3, WIDE, 4]), random_media(WIDE)
+    expected = model(**batch, **media).logits
+    model.config.return_dict = model.config.text_config.return_dict = False
+    as_tuple = model(**batch, **media)
+    assert isinstance(as_tuple, tuple) and torch.equal(as_tuple[0], expected)
+
+
 def test_model_without_a_tower() -> None:
     config = KimiK3Config(text_config=tiny_config(), vision_config=None)
     model = randomize_(KimiK3ForConditionalGeneration(config)).eval()
@@ -243,7 +251,7 @@ def test_saved_under_released_names_and_loaded_by_every_class(
     with torch.no_grad():
         expected = model(**batch, **media)
         hidden = model.model(**batch, **media).last_hidden_state
-    for load in (KimiK3ForConditionalGeneration, AutoModelForImageTextToText):
+    for load in (KimiK3ForConditionalGeneration, AutoModelForImageTextToText, AutoModelForMultimodalLM):
         again, info = load.from_pretrained(tmp_path, output_loading_info=True)
         assert type(again) is KimiK3ForConditionalGeneration and not any(info.values())
         assert torch.equal(again.eval()(**batch, **media).logits, expected.logits)
