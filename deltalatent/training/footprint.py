@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from deltalatent.configuration.configuration_kimi_k3 import KimiK3TextConfig
+from deltalatent.configuration.configuration_kimi_k3 import KimiK3Config, KimiK3TextConfig
 from deltalatent.configuration.sizes import count_parameters
 from deltalatent.modeling.modeling_kimi_k3 import KimiK3ForCausalLM
 
@@ -54,7 +54,7 @@ class Footprint:
 
 
 def footprint(
-    config: KimiK3TextConfig,
+    config: KimiK3TextConfig | KimiK3Config,
     *,
     fsdp_size: int = 1,
     ep_size: int = 1,
@@ -66,7 +66,7 @@ def footprint(
     """Plan one rank of `DistributedConfig(fsdp_size=fsdp_size, ep_size=ep_size)`, without building the model.
 
     Args:
-        config: The model.
+        config: The model; of one with images, the text model in it.
         fsdp_size: Ranks, each with a batch of its own, that share all parameters. 1 or more.
         ep_size: Ranks among them that share the experts; divides `fsdp_size` and the number of experts.
         tokens: Tokens of this rank per step (all micro-batches).
@@ -78,6 +78,7 @@ def footprint(
     Raises:
         ValueError: The sizes do not divide, or the optimizer is unknown.
     """
+    config = cast(KimiK3TextConfig, config.get_text_config())
     if fsdp_size < 1 or ep_size < 1 or fsdp_size % ep_size or (ep_size > 1 and (config.num_experts or 0) % ep_size):
         raise ValueError(
             f"`ep_size` must divide `fsdp_size`={fsdp_size} and the {config.num_experts or 0} experts, got {ep_size}: "

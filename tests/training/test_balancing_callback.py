@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from deltalatent import KimiK3ForCausalLM
+from deltalatent import KimiK3ForCausalLM, size_config
 from deltalatent.modeling.quantile_balancing import QuantileHistogram
 from deltalatent.training import (
     QuantileBalancingCallback,
@@ -559,6 +559,21 @@ def test_model_balances_through_trainer(tmp_path: Path) -> None:
     violations = [entry["expert_load/max_violation"] for entry in trainer.state.log_history if "loss" in entry]
     assert violations[0] > 0.5
     assert violations[-1] < 0.1
+
+
+def test_whole_model_with_896_experts_is_balanced_within_ten_steps() -> None:
+    """Every layer, from random weights, on the same tokens at every step; 73 of them are an expert's share."""
+    torch.manual_seed(0)
+    width = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 16, "routed_expert_hidden_size": 16}
+    experts = {"num_experts": 896, "num_experts_per_token": 16}
+    model = KimiK3ForCausalLM(size_config("nano", vocab_size=256, num_hidden_layers=3, **width, **experts)).train()
+    ids = random_ids(model.config, 16, 256)
+    violations = []
+    for _ in range(11):
+        model.model(ids)
+        violations.append(update_selection_bias(model).max_violation)
+    assert (violations[0] > 2).all()
+    assert (violations[10] < 0.1).all()
 
 
 def test_documented_examples_run(tmp_path: Path) -> None:
