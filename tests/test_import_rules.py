@@ -1,17 +1,23 @@
 # Copyright 2026 The deltalatent authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Who may import whom (table in CONTRIBUTING.md), and what `import deltalatent` costs and leaves alone."""
+"""Who may import whom (table in CONTRIBUTING.md), what that requires, and what `import deltalatent` costs and leaves
+alone."""
 
 import ast
+import importlib.metadata
 import json
 import subprocess
 import sys
 import textwrap
+import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted((ROOT / "deltalatent").rglob("*.py"))
@@ -150,6 +156,72 @@ def test_examples_use_public_names_and_stay_short(path):
     rooms = [i.name for i in imports_of(source) if i.name.startswith("deltalatent.") and len(i.name.split(".")) > 3]
     assert private == rooms == []
     assert len(source.splitlines()) <= 150
+
+
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+LOCAL = {path.stem for path in (ROOT / "examples").glob("*.py")} | {"benchmarks", "deltalatent"}
+ONLY_ASKED_FOR = {"fla"}
+"""Implementations of others that run where they are installed and asked for by name."""
+
+
+distributions = cache(importlib.metadata.packages_distributions)  # import name -> names of distributions
+
+
+def requirements(*extras: str) -> set[str]:
+    """Names of the distributions that the package requires, with these extras (and those that they contain)."""
+    lines = [
+        *PYPROJECT["dependencies"],
+        *(line for extra in extras for line in PYPROJECT["optional-dependencies"][extra]),
+    ]
+    parsed = [Requirement(line) for line in lines]
+    inner = {extra for requirement in parsed if requirement.name == PYPROJECT["name"] for extra in requirement.extras}
+    names = {canonicalize_name(requirement.name) for requirement in parsed}
+    return names | (requirements(*inner) if inner else set())
+
+
+def undeclared(path: Path, source: str) -> set[str]:
+    """Packages of others that a file imports and `pyproject.toml` does not require: for good where every import of the
+    package needs them, in some extra otherwise."""
+    optional = path.name.startswith("triton_") or path.parts[:2] == ("deltalatent", "training")
+    found = set()
+    for _, name, relative, at_import_time in imports_of(source):
+        package = name.split(".")[0]
+        if relative or package in sys.stdlib_module_names | LOCAL | ONLY_ASKED_FOR:
+            continue
+        always = path.parts[0] == "deltalatent" and at_import_time and not optional
+        declared = requirements(*([] if always else PYPROJECT["optional-dependencies"]))
+        if declared.isdisjoint(map(canonicalize_name, distributions().get(package, [package]))):
+            found.add(package)
+    return found
+
+
+@pytest.mark.parametrize("folder", ["deltalatent", "examples", "benchmarks"])
+def test_whatever_is_imported_is_required(folder):
+    files = {path.relative_to(ROOT): path.read_text() for path in (ROOT / folder).rglob("*.py")}
+    missing = {str(path): names for path, source in files.items() if (names := undeclared(path, source))}
+    assert missing == {}
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "packages"),
+    [
+        ("deltalatent/modeling/a.py", "import peft", {"peft"}),
+        ("deltalatent/modeling/a.py", "def f():\n    import peft", set()),
+        ("deltalatent/training/a.py", "import peft", set()),
+        ("deltalatent/processing/a.py", "from PIL import Image", {"PIL"}),
+        ("deltalatent/kernels/kda/triton_fwd.py", "import triton", set()),
+        ("examples/a.py", "import peft\nimport pandas", {"pandas"}),
+        ("benchmarks/a.py", "from benchmarks.registry import OPS\nimport fla", set()),
+    ],
+)
+def test_what_is_not_required_is_found(path, source, packages):
+    assert undeclared(Path(path), source) == packages
+
+
+def test_tested_versions_are_named_for_every_requirement():
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pinned = {canonicalize_name(Requirement(line).name) for line in lines if not line.startswith("#")}
+    assert requirements(*PYPROJECT["optional-dependencies"]) - {PYPROJECT["name"]} <= pinned
 
 
 def in_new_process(code: str) -> Any:
