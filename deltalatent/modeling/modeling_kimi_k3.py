@@ -507,6 +507,11 @@ class KimiK3TextModel(KimiK3PreTrainedModel):
                 f"{[type(layer).__name__ for layer in cache.layers]}: use `DynamicCache(config=model.config)` or "
                 "`StaticCache(config=model.config, max_cache_len=...)`."
             )
+        if any(getattr(layer, "record_past", False) for layer in cache.layers):
+            raise ValueError(
+                "`cache` must not record the past: a recurrent state cannot be rolled back to before a rejected "
+                "token, so this model neither checks drafts nor writes them for another; decode without an assistant."
+            )
 
     def _masks(
         self,

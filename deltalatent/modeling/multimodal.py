@@ -289,7 +289,8 @@ class KimiK3ForConditionalGeneration(KimiK3MultimodalPreTrainedModel, KimiK3Gene
 
         `generate` encodes all images that it is given. They may be those of the whole prompt or of its new part only.
         """
-        if is_first_iteration and mm_encoder_outputs and "image" in mm_encoder_outputs:
+        # Beside embeddings, `forward` refuses images.
+        if is_first_iteration and inputs_embeds is None and mm_encoder_outputs and "image" in mm_encoder_outputs:
             items = items_of(mm_encoder_outputs["image"])
             places = input_ids == self.config.media_placeholder_token_id
             first_new = 0 if next_sequence_length is None else input_ids.shape[1] - next_sequence_length

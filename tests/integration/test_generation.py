@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.testing_utils import CaptureLogger
 from transformers.utils import logging
 
@@ -235,6 +236,15 @@ def test_draft_decoding_is_refused(drafts: dict[str, Any]) -> None:
         drafts = {"assistant_model": tiny_model(seed=1)}
     with pytest.raises(ValueError, match="not supported with stateful models, such as KimiK3ForCausalLM"):
         model.generate(prompts(model, (9,))[0][None], **GREEDY, **drafts)
+
+
+def test_drafting_for_another_model_is_refused() -> None:
+    """The assistant's own cache is rolled back, too; it used to raise about the shape of a state."""
+    model = tiny_model()
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    main = LlamaForCausalLM(LlamaConfig(vocab_size=256, num_key_value_heads=2, **sizes)).eval()
+    with pytest.raises(ValueError, match="neither checks drafts nor writes them for another"):
+        main.generate(prompts(model, (9,))[0][None], **GREEDY, assistant_model=model)
 
 
 @pytest.mark.parametrize("variant", ["default", "mla_only"])

@@ -139,6 +139,8 @@ def test_prompt_as_embeddings(model: KimiK3ForConditionalGeneration) -> None:
     embeds[batch["input_ids"] == PLACEHOLDER] = torch.cat(model.get_image_features(**media).pooler_output).detach()
     written = model.generate(inputs_embeds=embeds, attention_mask=batch["attention_mask"], **GREEDY)
     assert torch.equal(written[0], oracle(model, batch["input_ids"][0], media))
+    with pytest.raises(ValueError, match="images need `input_ids` with their placeholders, got `inputs_embeds`"):
+        model.generate(inputs_embeds=embeds, attention_mask=batch["attention_mask"], **media, **GREEDY)
 
 
 @pytest.mark.parametrize("use_cache", [True, False])
