@@ -58,6 +58,8 @@ class KimiK3DeltaAttention(KeepFloat32):
         self.head_dim = config.linear_head_dim
         self.conv_kernel_size = config.linear_conv_kernel_dim
         self.gate_lower_bound = config.gate_lower_bound
+        self.has_full_rank_gate = config.use_full_rank_gate
+        self.num_conv_states = config.number_of_conv_states
         inner = self.num_heads * self.head_dim
 
         self.q_proj = nn.Linear(config.hidden_size, inner, bias=False)
@@ -73,7 +75,7 @@ class KimiK3DeltaAttention(KeepFloat32):
         self.dt_bias = nn.Parameter(torch.empty(inner, dtype=torch.float32))
         self.b_proj = nn.Linear(config.hidden_size, self.num_heads, bias=False)
 
-        if config.use_full_rank_gate:
+        if self.has_full_rank_gate:
             self.g_proj = nn.Linear(config.hidden_size, inner, bias=False)
         else:
             self.g_a_proj = nn.Linear(config.hidden_size, self.head_dim, bias=False)
@@ -111,11 +113,7 @@ class KimiK3DeltaAttention(KeepFloat32):
         projected = (self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states))
         decay = self.f_b_proj(self.f_a_proj(hidden_states)).view(heads)
         beta = self.b_proj(hidden_states)
-        gate = (
-            self.g_proj(hidden_states)
-            if self.config.use_full_rank_gate
-            else self.g_b_proj(self.g_a_proj(hidden_states))
-        )
+        gate = self.g_proj(hidden_states) if self.has_full_rank_gate else self.g_b_proj(self.g_a_proj(hidden_states))
 
         windows, state = self._read(cache)
         one_token = state is not None and layout is None and heads[1] == 1
@@ -167,7 +165,7 @@ class KimiK3DeltaAttention(KeepFloat32):
         state = cache.get_recurrent_state(self.layer_idx)
         if state is None:
             return None, None
-        windows = tuple(cache.get_conv_state(self.layer_idx, i) for i in range(self.config.number_of_conv_states))
+        windows = tuple(cache.get_conv_state(self.layer_idx, i) for i in range(self.num_conv_states))
         return cast(tuple[Tensor, ...], windows), state
 
     def _write(self, cache: Cache, windows: tuple[Tensor, ...], state: Tensor) -> None:

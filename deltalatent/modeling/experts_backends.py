@@ -10,7 +10,7 @@ Shapes: T tokens, K experts per token, E experts, Z width in which they work, I 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +47,17 @@ def deltalatent_experts_forward(
     if isinstance(options, Obstacle):
         raise options.error(f'`experts_implementation="deltalatent"` cannot run: {options.reason}.')
     dtype = _compute_dtype(experts, hidden_states)
+    return _run_triton(experts, hidden_states, top_k_index, top_k_weights, dtype, options)
+
+
+def _run_triton(
+    experts: Any,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    dtype: torch.dtype,
+    options: dict[str, Any],
+) -> Tensor:
     x, gate_up, down = (tensor.to(dtype) for tensor in (hidden_states, experts.gate_up_proj, experts.down_proj))
     output = grouped_experts(x, gate_up, down, top_k_index, top_k_weights, **options, impl="triton")
     return output.to(hidden_states.dtype)
@@ -64,6 +75,8 @@ def automatic_experts_forward(
         "eager": None,
     }
     choice = resolve_impl("experts_implementation", "auto", device=hidden_states.device, reasons=reasons)
+    if choice == "deltalatent":
+        return _run_triton(experts, hidden_states, top_k_index, top_k_weights, dtype, cast(dict[str, Any], options))
     if choice == "eager":  # the forward that the decorator of Transformers has wrapped
         return type(experts).forward.__wrapped__(experts, hidden_states, top_k_index, top_k_weights)
     return ALL_EXPERTS_FUNCTIONS[choice](experts, hidden_states, top_k_index, top_k_weights)
@@ -85,7 +98,7 @@ def _compute_dtype(experts: Any, hidden_states: Tensor) -> torch.dtype:
 def _gated_unit_options(experts: Any) -> dict[str, Any] | Obstacle:
     """Arguments of `grouped_experts` that say which gated unit the experts apply, or why it knows none such."""
     if hasattr(experts, "gated_unit_options"):
-        return experts.gated_unit_options()
+        return experts.gated_unit_options
     if (
         experts.has_gate
         and experts.is_concatenated

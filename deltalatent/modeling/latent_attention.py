@@ -106,6 +106,7 @@ class KimiK3LatentAttention(nn.Module):
         self.config = config
         self.layer_idx = layer_idx
         self.num_heads = config.num_attention_heads
+        self.q_lora_rank = config.q_lora_rank
         self.kv_lora_rank = config.kv_lora_rank
         self.qk_nope_head_dim = config.qk_nope_head_dim
         self.qk_rope_head_dim = config.qk_rope_head_dim
@@ -113,9 +114,10 @@ class KimiK3LatentAttention(nn.Module):
         self.qk_head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
         self.scaling = self.qk_head_dim**-0.5
         self.attention_dropout = config.attention_dropout
+        self.has_output_gate = config.mla_use_output_gate
         query_width, value_width = self.num_heads * self.qk_head_dim, self.num_heads * self.v_head_dim
 
-        if config.q_lora_rank is None:
+        if self.q_lora_rank is None:
             self.q_proj = nn.Linear(config.hidden_size, query_width, bias=False)
         else:
             self.q_a_proj = nn.Linear(config.hidden_size, config.q_lora_rank, bias=False)
@@ -126,7 +128,7 @@ class KimiK3LatentAttention(nn.Module):
         self.kv_b_proj = nn.Linear(
             self.kv_lora_rank, self.num_heads * (self.qk_nope_head_dim + self.v_head_dim), bias=False
         )
-        if config.mla_use_output_gate:
+        if self.has_output_gate:
             self.g_proj = nn.Linear(config.hidden_size, value_width, bias=False)
         self.o_proj = nn.Linear(value_width, config.hidden_size, bias=False)
 
@@ -193,7 +195,7 @@ class KimiK3LatentAttention(nn.Module):
 
     def _project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [B, T, H, P+Q], normalised latents [B, T, R], shared key parts [B, T, Q]."""
-        if self.config.q_lora_rank is None:
+        if self.q_lora_rank is None:
             query = self.q_proj(hidden_states)
         else:
             query = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden_states)))
@@ -205,7 +207,7 @@ class KimiK3LatentAttention(nn.Module):
     def _gate_and_project(self, output: Tensor, hidden_states: Tensor) -> Tensor:
         """[B, T, H, V] -> [B, T, D]."""
         output = output.flatten(2)
-        if self.config.mla_use_output_gate:
+        if self.has_output_gate:
             output = output * torch.sigmoid(self.g_proj(hidden_states))
         return self.o_proj(output)
 

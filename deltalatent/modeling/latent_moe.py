@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from transformers.integrations.moe import use_experts_implementation
 
 from deltalatent.configuration.configuration_kimi_k3 import KimiK3TextConfig
-from deltalatent.kernels.experts import grouped_experts_reference
+from deltalatent.kernels.experts import GatedUnit, grouped_experts_reference
 from deltalatent.kernels.router import choose_experts, router_logits
 from deltalatent.kernels.situ import situ_glu
 from deltalatent.modeling.experts_backends import register_experts_backends
@@ -30,11 +30,18 @@ from deltalatent.modeling.quantile_balancing import QuantileHistogram
 register_experts_backends()
 
 
-def gated_activation(config: KimiK3TextConfig, gate: Tensor, up: Tensor) -> Tensor:
-    """The configured gated unit of two branches [..., I]: SiTU-GLU, or SwiGLU for `hidden_act="silu"`."""
-    if config.hidden_act == "situ":
-        return situ_glu(gate, up, config.activation_situ_beta, config.activation_situ_linear_beta)
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """`silu(gate) * up`, [..., I]."""
     return F.silu(gate) * up
+
+
+def gated_unit_of(config: KimiK3TextConfig) -> GatedUnit:
+    """The configured function of two branches [..., I]: SiTU-GLU, or SwiGLU for `hidden_act="silu"`."""
+    if config.hidden_act != "situ":
+        return swiglu
+    return functools.partial(
+        situ_glu, beta=config.activation_situ_beta, linear_beta=config.activation_situ_linear_beta
+    )
 
 
 class KimiK3MLP(nn.Module):
@@ -42,15 +49,13 @@ class KimiK3MLP(nn.Module):
 
     def __init__(self, config: KimiK3TextConfig, intermediate_size: int) -> None:
         super().__init__()
-        self.config = config
+        self.gated_unit = gated_unit_of(config)
         self.gate_proj = nn.Linear(config.hidden_size, intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, intermediate_size, bias=False)
         self.down_proj = nn.Linear(intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return self.down_proj(
-            gated_activation(self.config, self.gate_proj(hidden_states), self.up_proj(hidden_states))
-        )
+        return self.down_proj(self.gated_unit(self.gate_proj(hidden_states), self.up_proj(hidden_states)))
 
 
 class RouterOutput(NamedTuple):
@@ -133,19 +138,18 @@ class KimiK3Experts(nn.Module):
         self.num_experts = config.num_experts or 0
         self.hidden_dim = config.routed_expert_hidden_size or config.hidden_size
         self.intermediate_dim = config.moe_intermediate_size
+        self.gated_unit = gated_unit_of(config)
+        self.gated_unit_options: dict[str, Any] = {"activation": "silu"}
+        """Arguments of `grouped_experts` that say which gated unit this is; our experts backend reads it."""
+        if config.hidden_act == "situ":
+            caps = {"beta": config.activation_situ_beta, "linear_beta": config.activation_situ_linear_beta}
+            self.gated_unit_options = {"activation": "situ"} | caps
         self.gate_up_proj = nn.Parameter(torch.empty(self.num_experts, 2 * self.intermediate_dim, self.hidden_dim))
         self.down_proj = nn.Parameter(torch.empty(self.num_experts, self.hidden_dim, self.intermediate_dim))
 
-    def gated_unit_options(self) -> dict[str, Any]:
-        """Arguments of `grouped_experts` that say which gated unit this is; our experts backend calls it."""
-        if self.config.hidden_act != "situ":
-            return {"activation": "silu"}
-        caps = {"beta": self.config.activation_situ_beta, "linear_beta": self.config.activation_situ_linear_beta}
-        return {"activation": "situ"} | caps
-
     def _apply_gate(self, gate_up: Tensor) -> Tensor:
         """[..., 2I] -> [..., I]; the experts backends of Transformers call this."""
-        return gated_activation(self.config, *gate_up.chunk(2, dim=-1))
+        return self.gated_unit(*gate_up.chunk(2, dim=-1))
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Weighted sum of each token's experts, one expert after the other (`experts_implementation="eager"`).
@@ -158,9 +162,8 @@ class KimiK3Experts(nn.Module):
         Returns:
             [T, Z] in the dtype of `hidden_states`; products with the weights and the sum are float32.
         """
-        gated_unit = functools.partial(gated_activation, self.config)
         return grouped_experts_reference(
-            hidden_states, self.gate_up_proj, self.down_proj, top_k_index, top_k_weights, gated_unit
+            hidden_states, self.gate_up_proj, self.down_proj, top_k_index, top_k_weights, self.gated_unit
         )
 
 

@@ -4,6 +4,7 @@
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from deltalatent.kernels.gated_rms_norm import gated_rms_norm
 from deltalatent.modeling.precision import KeepFloat32
@@ -18,9 +19,11 @@ class KimiK3RMSNorm(nn.Module):
         self.variance_epsilon = eps
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        x = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
-        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
-        return (x * self.weight).to(hidden_states.dtype)
+        # PyTorch has one kernel for equal dtypes, and many for others; inside, it computes in float32 either way.
+        dtype = torch.promote_types(hidden_states.dtype, self.weight.dtype)
+        weight = self.weight.to(dtype)
+        x = F.rms_norm(hidden_states.to(dtype), weight.shape, weight, self.variance_epsilon)
+        return x.to(hidden_states.dtype)  # autocast leaves it in float32
 
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, eps={self.variance_epsilon}"

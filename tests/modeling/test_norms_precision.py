@@ -51,6 +51,34 @@ def test_rms_norm_rounds_once(dtype: torch.dtype) -> None:
     assert ((y.double() - expected).abs() <= (torch.finfo(dtype).eps / 2 * 1.01) * expected.abs() + 1e-7).all()
 
 
+@pytest.mark.parametrize(
+    ("dtype", "weight_dtype"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)], ids=str
+)
+def test_rms_norm_of_mixed_dtypes(dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
+    """As under autocast, or with a weight kept apart: both as they are, nothing is rounded to the narrower one."""
+    norm = random_norm(KimiK3RMSNorm(WIDTH, 1e-6)).to(weight_dtype)
+    x = torch.randn(3, 5, WIDTH).to(dtype)
+    y = norm(x)
+    assert y.dtype == dtype
+    expected = rms_norm(x, norm.weight, 1e-6)
+    assert ((y.double() - expected).abs() <= torch.finfo(dtype).eps / 2 * 1.01 * expected.abs() + 1e-6).all()
+
+
+def test_rms_norm_is_one_kernel_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, that is: it takes one dtype for input and weight, and refuses with a warning if they differ."""
+    dtypes = []
+
+    def recorded(x: Tensor, shape: torch.Size, weight: Tensor, eps: float) -> Tensor:
+        dtypes.append((x.dtype, weight.dtype))
+        return torch.rms_norm(x, shape, weight, eps)
+
+    monkeypatch.setattr(nn.functional, "rms_norm", recorded)
+    norm = random_norm(KimiK3RMSNorm(WIDTH, 1e-6))
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        assert norm(torch.randn(2, WIDTH).to(dtype)).dtype == dtype
+    assert dtypes == [(torch.float32,) * 2, (torch.float32,) * 2, (torch.float64,) * 2]
+
+
 def test_rms_norm_gradient() -> None:
     norm = random_norm(KimiK3RMSNorm(WIDTH, 1e-3)).double()
     x = torch.randn(2, WIDTH, dtype=torch.float64, requires_grad=True)

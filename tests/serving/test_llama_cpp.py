@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 from deltalatent import KimiK3ForCausalLM
 from deltalatent.conversion.serving import export_serving
 from deltalatent.kernels.experts.reference import grouped_experts_reference
-from deltalatent.modeling.latent_moe import KimiK3Experts, gated_activation
+from deltalatent.modeling.latent_moe import KimiK3Experts
 from tests.integration.quickstart_run import run_quickstart
 
 SOURCE = os.environ.get("LLAMA_CPP_SOURCE", "")
@@ -88,7 +88,7 @@ def with_eight_bit_inputs(self, hidden_states, top_k_index, top_k_weights):
     """`KimiK3Experts.forward`, both products with rounded inputs."""
     return grouped_experts_reference(
         to_eight_bits(hidden_states), self.gate_up_proj, self.down_proj, top_k_index, top_k_weights,
-        lambda gate, up: to_eight_bits(gated_activation(self.config, gate, up)),
+        lambda gate, up: to_eight_bits(self.gated_unit(gate, up)),
     )  # fmt: skip
 
 

@@ -3,6 +3,6 @@
 """Routed experts: gated MLPs of which every token visits a few, with the routing weights applied."""
 
 from deltalatent.kernels.experts.api import experts_obstacle, grouped_experts
-from deltalatent.kernels.experts.reference import grouped_experts_reference
+from deltalatent.kernels.experts.reference import GatedUnit, grouped_experts_reference
 
-__all__ = ["experts_obstacle", "grouped_experts", "grouped_experts_reference"]
+__all__ = ["GatedUnit", "experts_obstacle", "grouped_experts", "grouped_experts_reference"]

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 GatedUnit = Callable[[Tensor, Tensor], Tensor]
+"""Function of the gate and up branches [..., I] of an MLP to [..., I]."""
 
 
 def grouped_experts_reference(
