@@ -37,6 +37,9 @@ class DeviceLimits(NamedTuple):
     capability: tuple[int, int]
 
 
+AMD_SHARED_MEMORY = 64 * 1024
+"""What every AMD GPU has for one program; PyTorch does not say how much more the newest have."""
+
 INTERPRETER_LIMITS = DeviceLimits(227 * 1024, 1, (0, 0))
 """The interpreter knows no limits; these are the tiles of an H200."""
 
@@ -47,5 +50,12 @@ def device_limits(device: torch.device) -> DeviceLimits:
     if device.type != "cuda":
         return INTERPRETER_LIMITS
     properties = torch.cuda.get_device_properties(device)
-    capability = (properties.major, properties.minor) if torch.version.hip is None else (0, 0)
-    return DeviceLimits(properties.shared_memory_per_block_optin, properties.multi_processor_count, capability)
+    processors = properties.multi_processor_count
+    if torch.version.hip is not None:
+        return DeviceLimits(AMD_SHARED_MEMORY, processors, (0, 0))
+    return DeviceLimits(properties.shared_memory_per_block_optin, processors, (properties.major, properties.minor))
+
+
+def register_limit(registers: int) -> dict[str, int]:
+    """Launch option that caps the registers per thread; AMD's compiler takes none."""
+    return {"maxnreg": registers} if torch.version.hip is None else {}

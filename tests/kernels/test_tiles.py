@@ -8,7 +8,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deltalatent.kernels.tiles import INTERPRETER_LIMITS, DeviceLimits, cdiv, device_limits, next_power_of_2
+from deltalatent.kernels.tiles import (
+    AMD_SHARED_MEMORY,
+    INTERPRETER_LIMITS,
+    DeviceLimits,
+    cdiv,
+    device_limits,
+    next_power_of_2,
+)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 127, 128, 129, 2**40 - 1, 2**40 + 1])
@@ -26,6 +33,8 @@ def test_device_is_asked_once(monkeypatch):
 
     def properties(device):
         asked.append(device)
+        if torch.version.hip is not None:
+            return SimpleNamespace(multi_processor_count=304, major=9, minor=4)
         return SimpleNamespace(shared_memory_per_block_optin=166912, multi_processor_count=108, major=8, minor=0)
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
@@ -35,7 +44,7 @@ def test_device_is_asked_once(monkeypatch):
         for _ in range(2):
             assert device_limits(torch.device("cuda", 7)) == DeviceLimits(166912, 108, (8, 0))
         monkeypatch.setattr(torch.version, "hip", "7.0")
-        assert device_limits(torch.device("cuda", 6)).capability == (0, 0)
+        assert device_limits(torch.device("cuda", 6)) == DeviceLimits(AMD_SHARED_MEMORY, 304, (0, 0))
         assert device_limits(torch.device("cpu")) is INTERPRETER_LIMITS
     finally:
         device_limits.cache_clear()

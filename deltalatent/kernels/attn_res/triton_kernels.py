@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from deltalatent.kernels.tiles import cdiv, next_power_of_2
+from deltalatent.kernels.tiles import cdiv, next_power_of_2, register_limit
 
 # Lengths to which the tuple of sources is padded; the released model has up to 9.
 SOURCE_COUNTS = (4, 9, 16)
@@ -209,14 +209,14 @@ def _forward_tile(width: int) -> dict[str, int]:
     columns = next_power_of_2(width)
     sources, channels_per_warp = (1, 1024) if columns > 4096 else (2, 512)
     num_warps = min(16, max(1, columns // channels_per_warp))
-    return {"BS": sources, "BD": columns, "num_warps": num_warps, "maxnreg": MAX_REGISTERS}
+    return {"BS": sources, "BD": columns, "num_warps": num_warps, **register_limit(MAX_REGISTERS)}
 
 
 def _backward_tile(width: int) -> dict[str, int]:
     """Two sources at a time, 16 channels for each thread."""
     columns = next_power_of_2(width)
     num_warps = min(16, max(1, columns // 512))
-    return {"BS": 2, "BD": columns, "num_warps": num_warps, "maxnreg": MAX_REGISTERS}
+    return {"BS": 2, "BD": columns, "num_warps": num_warps, **register_limit(MAX_REGISTERS)}
 
 
 def _padded(tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:

@@ -65,7 +65,6 @@ def choose_config(num_pairs: int, num_experts: int, dtype: torch.dtype, device: 
     average = num_pairs / num_experts
     BT = next(rows for rows in (SMALLEST_TILE, 32, 64, 128) if average <= 0.75 * rows or rows == 128)
     limits = device_limits(device)
-    is_nvidia, is_hopper = limits.capability > (0, 0), limits.capability >= (9, 0)
     if dtype == torch.float32:
         BT = min(BT, 64)
         # Three tf32 products make one of float32 precision; AMD's compiler has none.
@@ -78,17 +77,17 @@ def choose_config(num_pairs: int, num_experts: int, dtype: torch.dtype, device: 
     else:
         product = ProductTile(128, 64, 128, 32 if average < 512 else 0, 4, 3)
     gradient = GradientTile(128, 128, 64, 8, 3)
-    if is_nvidia:
-        fitting = _fitting_stages(limits.shared_memory, 2 * product.BK * (product.BM + product.BT + product.TAIL))
-        product = product._replace(stages=min(product.stages, fitting))
-        fitting = _fitting_stages(limits.shared_memory, 2 * gradient.BK * (gradient.BM + gradient.BN))
-        gradient = gradient._replace(stages=min(gradient.stages, fitting))
-    return Config(product, gradient, is_hopper and BT >= 64, "tf32")
+    fitting = _fitting_stages(limits.shared_memory, 2 * product.BK * (product.BM + product.BT + product.TAIL))
+    product = product._replace(stages=min(product.stages, fitting))
+    fitting = _fitting_stages(limits.shared_memory, 2 * gradient.BK * (gradient.BM + gradient.BN))
+    gradient = gradient._replace(stages=min(gradient.stages, fitting))
+    has_copy_engine = limits.capability >= (9, 0)
+    return Config(product, gradient, has_copy_engine and BT >= 64, "ieee")
 
 
 def _fitting_stages(shared_memory: int, stage_bytes: int) -> int:
-    """Pipeline stages for which a multiprocessor has the shared memory, with some to spare."""
-    return max(1, (shared_memory - 4096) // stage_bytes)
+    """Pipeline stages for which a multiprocessor has the shared memory, with some to spare; two hold one tile."""
+    return max(2, (shared_memory - 4096) // stage_bytes)
 
 
 def grouped_product(

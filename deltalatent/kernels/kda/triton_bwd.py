@@ -49,14 +49,13 @@ from deltalatent.kernels.kda.triton_fwd import (
     list_chunks,
     list_segments,
     prepare,
-    register_limit,
     scan,
     segment_span,
     sigmoid,
     split_states,
     zero_slack,
 )
-from deltalatent.kernels.tiles import device_limits
+from deltalatent.kernels.tiles import device_limits, register_limit
 
 
 @triton.jit

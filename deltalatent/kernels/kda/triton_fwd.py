@@ -31,7 +31,7 @@ import triton
 import triton.language as tl
 
 from deltalatent.kernels.packing import chunk_index
-from deltalatent.kernels.tiles import cdiv, device_limits, next_power_of_2
+from deltalatent.kernels.tiles import cdiv, device_limits, next_power_of_2, register_limit
 
 LOG2E = 1.4426950408889634
 L2_EPS = tl.constexpr(1e-6)
@@ -72,7 +72,9 @@ def choose_config(K: int, V: int, dtype: torch.dtype, gate_lower_bound: float, s
     """Tile sizes for one call. `shared_memory`: bytes one program may use."""
     BK, VP = (max(next_power_of_2(x), 16) for x in (K, V))
     half = dtype == torch.bfloat16
-    C = 32 if gate_centre(32, gate_lower_bound) <= MAX_CENTRE else 16
+    # In float32 `prepare` passes four tiles of a chunk through shared memory at a time.
+    fits = half or 4 * 4 * 32 * BK <= shared_memory
+    C = 32 if fits and gate_centre(32, gate_lower_bound) <= MAX_CENTRE else 16
     BV = min(VP, 64)
     itemsize = 2 if half else 4
     stage = itemsize * (3 * C * BK + 2 * C * C + C * BV)
@@ -99,11 +101,6 @@ def choose_config(K: int, V: int, dtype: torch.dtype, gate_lower_bound: float, s
         input_grad_stages=2,
         input_grad_registers=255,
     )
-
-
-def register_limit(registers: int) -> dict[str, int]:
-    """Launch option that caps the registers per thread, without which `ptxas` sometimes picks far too few."""
-    return {"maxnreg": registers} if torch.version.hip is None else {}
 
 
 class Chunks(NamedTuple):
@@ -642,7 +639,7 @@ def prepare(
             PACKED=cu_seqlens is not None,
             num_warps=config.prepare_warps,
             num_stages=1,
-            **register_limit(config.prepare_registers),
+            **register_limit(config.prepare_registers),  # left alone, `ptxas` sometimes picks far too few
         )
     return buffers
 

@@ -66,7 +66,6 @@ def absorbed_split_kernel(
     HAS_MASK: tl.constexpr,
     MASK_PER_TOKEN: tl.constexpr,
     HAS_END: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """Grid (B * blocks of query vectors, N). Writes a normalised partial output and its log2-sum-exp."""
     M = T * H
@@ -111,8 +110,8 @@ def absorbed_split_kernel(
             mask=in_split[:, None] & (q < Q)[None, :],
             other=0.0,
         )
-        scores = tl.dot(latent_query, tl.trans(c), input_precision=PRECISION)
-        scores = tl.dot(key_query, tl.trans(k), scores, input_precision=PRECISION) * scale_log2
+        scores = tl.dot(latent_query, tl.trans(c), input_precision="ieee")
+        scores = tl.dot(key_query, tl.trans(k), scores, input_precision="ieee") * scale_log2
         visible = in_split[None, :] & (s[None, :] <= last[:, None])
         if HAS_MASK:
             if MASK_PER_TOKEN:
@@ -131,7 +130,7 @@ def absorbed_split_kernel(
         weights = tl.exp2(scores - finite_top[:, None])
         faded = tl.exp2(top - finite_top)
         total = total * faded + tl.sum(weights, axis=1)
-        acc = tl.dot(weights.to(c.dtype), c, acc * faded[:, None], input_precision=PRECISION)
+        acc = tl.dot(weights.to(c.dtype), c, acc * faded[:, None], input_precision="ieee")
         top = new_top
 
     o_row = ((b * M + row) * splits + split) * R
@@ -194,7 +193,8 @@ def launch_shape(vectors: int, width: int, itemsize: int, shared_memory: int) ->
             shape = shape._replace(num_stages=2)
         elif shape.BN > 32:
             shape = shape._replace(BN=32)
-        elif shape.num_stages > 1:
+        elif shape.num_stages > 1 and itemsize > 2:
+            # Not in 16 bits: without a pipeline a tile is laid out twice, as a right and as a left operand.
             shape = shape._replace(num_stages=1)
         elif shape.BN > 16:
             shape = shape._replace(BN=16)
@@ -292,7 +292,6 @@ def launch(
         HAS_MASK=mask is not None,
         MASK_PER_TOKEN=mask_t != 0,
         HAS_END=end is not None,
-        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
     )
