@@ -117,7 +117,7 @@ class KimiK3LatentAttention(nn.Module):
         self.has_output_gate = config.mla_use_output_gate
         query_width, value_width = self.num_heads * self.qk_head_dim, self.num_heads * self.v_head_dim
 
-        if self.q_lora_rank is None:
+        if config.q_lora_rank is None:
             self.q_proj = nn.Linear(config.hidden_size, query_width, bias=False)
         else:
             self.q_a_proj = nn.Linear(config.hidden_size, config.q_lora_rank, bias=False)
