@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pictures for `train_vision.py`: words to read and photographs to name, from what Python packages carry.
 
-A word of the documentation behind `help()` is drawn in one of matplotlib's fonts on a piece of a photograph; a
+A word of the documentation behind `help()` is drawn in one of matplotlib's fonts on a faded piece of a photograph; a
 photograph is shown as a small piece of it. Held out are words (a tenth of all, never drawn in training) and the right
 part of every photograph. The photographs are files of matplotlib, scikit-image and scikit-learn, which need not be
 importable. Nothing is downloaded, and example number i is the same in every run.
@@ -40,10 +40,10 @@ PHOTOGRAPHS = {
     "gravel": ("skimage", "data/gravel.png"),
     "the moon": ("skimage", "data/moon.png"),
 }
-FONTS = ("DejaVuSans", "DejaVuSans-Bold", "DejaVuSansMono", "DejaVuSerif")
+FONTS = ("DejaVuSansMono", "DejaVuSansMono-Bold", "DejaVuSansMono-Oblique", "DejaVuSansMono-BoldOblique", "cmtt10")
 TRAINED_PART, HELD_OUT_PART = (0.0, 0.65), (0.7, 1.0)
 SHORTEST_WORD, LONGEST_WORD = 3, 4
-WORD_SIZE, PHOTOGRAPH_SIZE = (64, 32), (48, 48)
+WORD_SIZE, PHOTOGRAPH_SIZE, PITCH = (64, 32), (48, 48), 16
 
 
 class Example(NamedTuple):
@@ -92,16 +92,16 @@ def piece(image: Image.Image, part: tuple[float, float], size: tuple[int, int], 
 
 
 def drawn(word: str, part: tuple[float, float], rng: random.Random) -> Image.Image:
-    """A word, light on dark or dark on light, on a dimmed or bleached piece of a photograph."""
+    """A word, set like a typewriter's at one letter per `PITCH` pixels, on a faded piece of a photograph."""
     image = piece(rng.choice(list(photographs().values())), part, WORD_SIZE, rng)
-    is_dark = rng.random() < 0.5
-    image = Image.blend(image, Image.new("RGB", image.size, "black" if is_dark else "white"), 0.6)
+    image = Image.blend(image, Image.new("RGB", image.size, "white"), 0.8)
     folder = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
-    font = ImageFont.truetype(str(folder / f"{rng.choice(FONTS)}.ttf"), rng.randint(18, 21))
-    left, top, _, bottom = font.getbbox(word)
-    position = rng.uniform(1, 5) - left, rng.uniform(1, 31 - (bottom - top)) - top
-    shade = rng.randint(200, 255) if is_dark else rng.randint(0, 50)
-    ImageDraw.Draw(image).text(position, word, font=font, fill=(shade, shade, shade))
+    font = ImageFont.truetype(str(folder / f"{rng.choice(FONTS)}.ttf"), rng.randint(22, 26))
+    shade = rng.randint(0, 60)
+    middle, baseline = rng.uniform(6.5, 9.5), rng.uniform(20, 24)
+    for place, letter in enumerate(word):
+        position = middle + place * PITCH, baseline
+        ImageDraw.Draw(image).text(position, letter, font=font, fill=(shade, shade, shade), anchor="ms")
     return image
 
 
@@ -130,9 +130,7 @@ class Pictures(Dataset):
                 image if rng.random() < 0.5 else image.transpose(Image.Transpose.FLIP_LEFT_RIGHT), NAME, name
             )
         word = rng.choice(words()[self.held_out])
-        if (
-            not self.held_out and rng.random() < 0.5
-        ):  # a part of a word, so that none can be guessed from its beginning
-            first, last = sorted(rng.sample(range(len(word) + 1), 2))
-            word = word if word[first:last] in words()[1] else word[first:last]
+        if not self.held_out and rng.random() < 0.5:  # single letters and such, so that none is told by the others
+            letters = "".join(rng.sample(word, rng.randint(1, len(word))))
+            word = word if letters in words()[1] else letters
         return Example(drawn(word, part, rng), READ, word)

@@ -9,7 +9,7 @@ import torch
 from matplotlib.figure import Figure
 
 from deltalatent import KimiK3Processor
-from vision_data import Example
+from vision_data import NAME, PHOTOGRAPHS, READ, Example, words
 
 PROMPT = "<|kimi_image_placeholder|>{task}:"
 
@@ -42,6 +42,29 @@ def accuracy(examples: list[Example], answers: list[str], task: str) -> float:
     """The fraction of a task's pictures whose answer is exactly right."""
     right = [given == example.answer for example, given in zip(examples, answers, strict=True) if example.task == task]
     return sum(right) / len(right)
+
+
+def letter_accuracy(examples: list[Example], answers: list[str]) -> float:
+    """The fraction of the letters to read that stand in the answers at their own place."""
+    read = [(e.answer, given) for e, given in zip(examples, answers, strict=True) if e.task == READ]
+    right = [given[i : i + 1] == letter for answer, given in read for i, letter in enumerate(answer)]
+    return sum(right) / len(right)
+
+
+def figures(examples: list[Example], answers: list[str]) -> dict[str, float]:
+    """What fraction is right, and what would be without a look at the pictures.
+
+    By chance is: a guess among the held-out words, their commonest letter, a guess among the photographs.
+    """
+    letters = "".join(words()[1])
+    return {
+        "held_out_words_read": accuracy(examples, answers, READ),
+        "words_by_chance": 1 / len(words()[1]),
+        "held_out_letters_read": letter_accuracy(examples, answers),
+        "letters_by_chance": max(letters.count(letter) for letter in letters) / len(letters),
+        "held_out_photographs_named": accuracy(examples, answers, NAME),
+        "photographs_by_chance": 1 / len(PHOTOGRAPHS),
+    }
 
 
 def draw(examples: list[Example], answers: list[str], path: Path) -> None:
