@@ -15,62 +15,29 @@ import torch
 DEBUG_VARIABLE = "DELTALATENT_DEBUG"
 
 
-def document_starts(position_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
-    """Mark the first token of every document of a batch.
+def document_starts(position_ids: torch.Tensor) -> torch.Tensor:
+    """Mark the first token of every document of a batch without padding.
 
     A token starts a document if it is the first of its row, or if its position is not the position before it plus
     one; the value itself does not matter, so a row that begins at position 17 (a continued prompt) is one document.
     This is the rule of Transformers' `masking_utils.find_packed_sequence_indices`, which applies it only in the
     absence of an attention mask, because the position of padding is arbitrary: left padding written as `1, 1, 0, 1, 2`
-    or `0, 0, 0, 1, 2` would read as further documents. Pass the mask to have padding left out: a boundary then counts
-    only between two real tokens, and a row's padding belongs to the document beside it.
+    or `0, 0, 0, 1, 2` would read as further documents. `sequence_layout` finds documents beside padding.
 
     Args:
         position_ids: [B, T], integer, position of each token in its document.
-        attention_mask: [B, T], nonzero or True for real tokens; `None` if every token is real.
 
     Returns:
         bool [B, T].
 
     Raises:
-        ValueError: a shape is wrong.
+        ValueError: the shape is wrong.
     """
     if position_ids.dim() != 2:
         raise ValueError(f"`position_ids` must have shape [B, T], got {list(position_ids.shape)}: add the batch axis.")
     starts = torch.ones_like(position_ids, dtype=torch.bool)
     starts[:, 1:] = position_ids[:, 1:] != position_ids[:, :-1] + 1
-    if attention_mask is not None:
-        if attention_mask.shape != position_ids.shape:
-            raise ValueError(
-                f"`attention_mask` must have the shape {list(position_ids.shape)} of `position_ids`, "
-                f"got {list(attention_mask.shape)}: pass the 2-D padding mask of the same tokens."
-            )
-        real = attention_mask.bool()
-        starts[:, 1:] &= real[:, 1:] & real[:, :-1]
     return starts
-
-
-def cu_seqlens_from_position_ids(
-    position_ids: torch.Tensor, attention_mask: torch.Tensor | None = None
-) -> torch.Tensor | None:
-    """Cumulative document lengths of a batch flattened to one row of B*T tokens, or `None` if nothing is packed.
-
-    Documents are found as `document_starts` says; every row starts a new one. `None` means that each row is a single
-    document, so that the batch may stay as it is. Reads the number of documents back from the device (one
-    synchronisation): call it once per forward, outside compiled regions and CUDA graphs.
-
-    Args:
-        position_ids: [B, T], integer.
-        attention_mask: [B, T] or `None`, see `document_starts`.
-
-    Returns:
-        int32 [N+1] on the device of `position_ids`, from 0 to B*T, without empty documents; or `None`.
-    """
-    starts = document_starts(position_ids, attention_mask)
-    offsets = starts.flatten().nonzero().flatten().to(torch.int32)
-    if offsets.numel() == position_ids.shape[0] or position_ids.shape[1] == 0:
-        return None
-    return torch.cat([offsets, offsets.new_tensor([position_ids.numel()])])
 
 
 def validate_cu_seqlens(cu_seqlens: torch.Tensor, total: int, *, batch_size: int = 1) -> None:
@@ -139,7 +106,8 @@ def document_index(cu_seqlens: torch.Tensor, total: int) -> torch.Tensor:
 def chunk_index(cu_seqlens: torch.Tensor, total: int, chunk_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Cut every document of a packed row into chunks, without synchronisation.
 
-    The lists have the fixed length `total // chunk_size + N`, which no split of the row into documents exceeds.
+    The lists have the fixed length `total // chunk_size + N`, which no split of the row into documents exceeds;
+    without documents they are empty.
 
     Args:
         cu_seqlens: [N+1], int32 or int64.
@@ -151,12 +119,12 @@ def chunk_index(cu_seqlens: torch.Tensor, total: int, chunk_size: int) -> tuple[
         first token is `cu_seqlens[documents[i]] + C * chunks[i]`. Sorted by token. Unused entries hold -1.
     """
     num_documents = cu_seqlens.numel() - 1
+    if num_documents == 0:
+        return (torch.zeros(0, dtype=torch.int64, device=cu_seqlens.device),) * 2
     chunks_per_document = (cu_seqlens.diff().long() + chunk_size - 1) // chunk_size
     ends = chunks_per_document.cumsum(0)
     entries = torch.arange(total // chunk_size + num_documents, device=cu_seqlens.device)
     documents = torch.searchsorted(ends, entries, right=True)
     used = documents < num_documents
-    if num_documents == 0:
-        return torch.full_like(entries, -1), torch.full_like(entries, -1)
     first = (ends - chunks_per_document)[documents.clamp(max=num_documents - 1)]
     return documents.masked_fill(~used, -1), (entries - first).masked_fill(~used, -1)

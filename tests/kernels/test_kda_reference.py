@@ -249,6 +249,26 @@ def test_no_tokens(form):
     assert got["o"].shape == (2, 0, 2, 8) and torch.equal(got["state"], inputs["initial_state"])
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_no_documents(form):
+    inputs = make_inputs(1, 20, 1, 8, 8)
+    inputs["initial_state"] = inputs["initial_state"][:0]
+    got = run(FORMS[form], inputs, cu_seqlens=torch.tensor([0]))
+    assert got["state"].shape == (0, 1, 8, 8)
+    assert not got["o"].any()
+    assert not got["d_v"].any()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_log_of_any_shape(form):
+    """Transformers keeps it as [1, 1, HV, 1]."""
+    inputs = make_inputs(1, 3, 2, 8, 8)
+    expected = run(FORMS[form], inputs)
+    got = run(FORMS[form], inputs | {"A_log": inputs["A_log"].view(1, 1, 2, 1)})
+    assert torch.equal(got["o"], expected["o"])
+    assert torch.equal(got["d_A_log"].flatten(), expected["d_A_log"])
+
+
 REFUSALS = {
     "k-shape": (
         dict(k=torch.zeros(1, 4, 2, 9)),

@@ -274,6 +274,17 @@ def test_no_tokens():
 
 
 @needs_triton
+def test_no_documents():
+    """A row of slack alone, longer than a chunk: no entry of `cu_seqlens` behind the first is looked for."""
+    inputs = random_inputs(1, 40, 1, 16, 16)
+    inputs["initial_state"] = inputs["initial_state"][:0]
+    actual = run(triton_form, inputs, cu_seqlens=torch.zeros(1, dtype=torch.int32, device=DEVICE))
+    assert actual["final_state"].shape == (0, 1, 16, 16)
+    for name in ("o", "q", "k", "v", "g", "beta", "A_log", "dt_bias"):
+        assert not actual[name].any(), name
+
+
+@needs_triton
 def test_compiled_triton_op_is_one_graph_with_the_same_numbers():
     """S07: the operator is opaque to the compiler, so eager and compiled calls run the same kernels."""
     inputs = random_inputs(1, 20, 1, 16, 16)

@@ -49,7 +49,7 @@ def log_decay(
 
     `A_log` [HV] and `dt_bias` [HV*K] or [HV, K] are cast to the dtype of `g`. The bias is added before the scale.
     """
-    rate = A_log.to(g.dtype).exp().unsqueeze(-1)
+    rate = A_log.to(g.dtype).exp().view(-1, 1)
     logits = g + dt_bias.to(g.dtype).view(g.shape[-2:])
     if gate_lower_bound is None:
         # Softplus. The backward of `F.softplus` announces other strides than it returns, which breaks compiled graphs.
@@ -142,7 +142,9 @@ def kda_recurrent_reference(
         final_states.append(S)
     o = torch.stack(outputs, dim=1) if outputs else torch.zeros_like(v[:, :0])
     o = F.pad(o, (0, 0, 0, 0, 0, T - o.shape[1]))
-    return o.to(out_dtype), torch.cat(final_states) if output_final_state else None
+    if not output_final_state:
+        return o.to(out_dtype), None
+    return o.to(out_dtype), torch.cat(final_states) if final_states else states
 
 
 @dataclass(frozen=True)
