@@ -14,7 +14,6 @@ Shapes: B rows of T tokens, D model width, N sequences, L real tokens, W taps, H
 from __future__ import annotations
 
 import inspect
-import itertools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ from torch import Tensor, nn
 from deltalatent.kernels.autocast import float32_autocast_disabled
 from deltalatent.kernels.gated_rms_norm import gated_rms_norm
 from deltalatent.kernels.kda import kda_chunk, kda_recurrent
+from deltalatent.kernels.latent_attention import DocumentGroups, document_groups
 from deltalatent.kernels.sequence_layout import SequenceLayout, sequence_layout
 from deltalatent.kernels.short_conv import short_convolution
 
@@ -222,26 +222,11 @@ def _check_options(module: nn.Module) -> None:
         raise ValueError(f"the convolution of {name} must have no bias, got one: leave the model as it is.")
 
 
-class _Bucket(NamedTuple):
-    """Documents of similar length, side by side.
-
-    Attributes:
-        tokens: int64 [n, l], place of every token of n documents in the flattened batch; shorter ones repeat their
-            first token at the end, which causal attention keeps out of sight of the rest.
-        slots: int64 [m], the entries of the flattened `tokens` that are no such repetition.
-        targets: int64 [m], `tokens` there.
-    """
-
-    tokens: Tensor
-    slots: Tensor
-    targets: Tensor
-
-
 class _Sequences(NamedTuple):
     """Where the sequences of a batch are, and the documents of a packed batch; empty if every row is one sequence."""
 
     layout: SequenceLayout | None = None
-    buckets: tuple[_Bucket, ...] = ()
+    groups: DocumentGroups | None = None
 
     @property
     def cu_seqlens(self) -> Tensor | None:
@@ -271,29 +256,10 @@ def _find_sequences(
     layout = sequence_layout(batch_size, length, attention_mask=mask, position_ids=position_ids, cu_seqlens=cu_seqlens)
     if layout is None or not layout.is_packed:
         return _Sequences(layout)
-    offsets = layout.cu_seqlens.tolist()
-    if offsets == [0, batch_size * length]:
+    groups = document_groups(layout)
+    if groups.tokens is None and groups.shapes == ((1, length),):
         return EACH_ROW
-    return _Sequences(layout, _buckets(offsets, layout.indices, tokens.device))
-
-
-def _buckets(offsets: list[int], indices: Tensor | None, device: torch.device) -> tuple[_Bucket, ...]:
-    """Group documents whose lengths round up to one power of two: at most 1 + log2 T groups, less than half filler."""
-    groups: dict[int, list[tuple[int, int]]] = {}
-    for start, end in itertools.pairwise(offsets):
-        if end > start:
-            groups.setdefault((end - start - 1).bit_length(), []).append((start, end - start))
-    buckets = []
-    for documents in groups.values():
-        first, size = torch.tensor(documents, device=device).T.unsqueeze(2)  # each [n, 1]
-        within = torch.arange(max(size for _, size in documents), device=device)
-        is_real = within < size
-        tokens = first + within * is_real
-        if indices is not None:
-            tokens = indices[tokens]
-        slots = is_real.flatten().nonzero().flatten()
-        buckets.append(_Bucket(tokens, slots, tokens.flatten()[slots]))
-    return tuple(buckets)
+    return _Sequences(layout, groups)
 
 
 def _base_forward(module: nn.Module, impl: str, *args: Any, **kwargs: Any) -> Any:
@@ -308,7 +274,7 @@ def _base_forward(module: nn.Module, impl: str, *args: Any, **kwargs: Any) -> An
     if tokens is not None and tokens.shape[1] > 1 and any(x is not None for x in (padding, position_ids, cu_seqlens)):
         padding = padding[:, -tokens.shape[1] :] if padding is not None and padding.ndim == 2 else None
         sequences = _find_sequences(tokens, padding, position_ids, cu_seqlens)
-    if sequences.buckets:
+    if sequences.groups is not None:
         _check_packed(module, kwargs, cache)
         # The layers keep the documents apart themselves: nobody needs the [T, T] masks made without this.
         masks = dict.fromkeys(("full_attention", "indexed_attention", "linear_attention"))
@@ -347,28 +313,24 @@ def _attention_forward(
 ) -> Any:
     """Latent attention: the module's own forward, over each document of a packed batch."""
     original = type(module).forward
-    if not sequences.buckets:
+    groups = sequences.groups
+    if groups is None:
         return original(module, hidden_states, attention_mask=attention_mask, cache=cache, **kwargs)
     kwargs = {name: value for name, value in kwargs.items() if name not in PACKING_ARGUMENTS}
-    selections = kwargs.pop("prev_topk_indices", None) or (None,) * len(sequences.buckets)
+    selections = kwargs.pop("prev_topk_indices", None) or (None,) * len(groups.shapes)
     family = cast(_Family, _family_of(module))
-    flat = hidden_states.flatten(0, 1)
     results = []
-    for bucket, selection in zip(sequences.buckets, selections, strict=True):
-        documents = flat[bucket.tokens]  # [n, l, D]
-        kwargs["position_ids"] = torch.arange(documents.shape[1], device=flat.device)[None]
+    for documents, selection in zip(groups.split(groups.gather(hidden_states)), selections, strict=True):
+        device, length = documents.device, documents.shape[1]  # documents [n, l, D]
+        kwargs["position_ids"] = torch.arange(length, device=device)[None]
         if family.selects_tokens:
             kwargs["prev_topk_indices"] = selection
-            mask = torch.ones(documents.shape[:2], dtype=torch.bool, device=flat.device)
+            mask = torch.ones(documents.shape[:2], dtype=torch.bool, device=device)
         else:
             modeling = sys.modules[original.__module__]
             mask = modeling.create_causal_mask(module.config, documents, attention_mask=None, cache=None)
         results.append(original(module, documents, attention_mask=mask, cache=None, **kwargs))
-    pairs = zip(results, sequences.buckets, strict=True)
-    outputs = torch.cat([result[0].flatten(0, 1)[bucket.slots] for result, bucket in pairs])
-    targets = torch.cat([bucket.targets for bucket in sequences.buckets])
-    output = outputs.new_zeros(flat.shape[0], outputs.shape[1]).index_copy(0, targets, outputs)
-    output = output.view(*hidden_states.shape[:2], -1)
+    output = groups.scatter(torch.cat([result[0].flatten(0, 1) for result in results])[None])
     if not family.selects_tokens:
         return output, None
     chosen = tuple(result[2] for result in results)

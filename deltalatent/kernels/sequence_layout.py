@@ -4,8 +4,9 @@
 
 Recurrent layers run over sequences, not over rows. A `SequenceLayout` says where the sequences are: the KDA layers
 gather the real tokens into one long row with document boundaries, so that padding neither enters the convolution nor
-decays the state, wherever it stands; the attention layers get positions that restart with every document, from which
-Transformers' mask functions build a block-diagonal causal mask.
+decays the state, wherever it stands; the attention layers run over the documents in groups of similar length
+(`latent_attention.document_groups`). Only eager attention, which returns its weights, gets a mask of documents: from
+positions that restart with each of them, or from `same_document` where there is padding as well.
 
 Shapes: B rows of T tokens, N sequences, L = number of real tokens.
 """

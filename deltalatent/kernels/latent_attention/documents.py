@@ -57,7 +57,7 @@ class DocumentGroups(NamedTuple):
         return flat.view(*self.batch_shape, x.shape[2])
 
     def split(self, x: Tensor) -> list[Tensor]:
-        """[1, M, H, E] -> views [documents, length, H, E], one per group."""
+        """[1, M, ...] -> views [documents, length, ...], one per group."""
         parts = x[0].split([count * length for count, length in self.shapes])
         return [part.unflatten(0, shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
