@@ -290,6 +290,24 @@ def test_several_adapters_are_switched_saved_and_deleted_one_by_one(tmp_path: Pa
         assert_close(again(ids).logits, expected["second"], ROUNDED)
 
 
+def test_two_active_adapters_are_merged_together_and_what_peft_cannot_do_is_refused(ids: Tensor) -> None:
+    model = adapted(**TARGETS["both"])
+    model.add_adapter("second", lora_config(**TARGETS["both"]))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B.second" in name:
+                parameter.normal_(std=0.3)
+        alone = model(ids).logits
+        with pytest.raises(ValueError, match=r"does not support targeting nn\.Parameter"):
+            model.add_weighted_adapter(["default", "second"], [0.5, 0.5], "third", combination_type="linear")
+        model.base_model.set_adapter(["default", "second"])
+        expected = model(ids).logits
+        assert (expected - alone).abs().max() > 0.1
+        assert_close(model.merge_and_unload()(ids).logits, expected, ROUNDED)
+    with pytest.raises(ValueError, match="does not support mixed adapter batches"):
+        adapted()(ids, adapter_names=["default", "default"])
+
+
 @pytest.mark.parametrize("experts", ["eager", "batched_mm", "grouped_mm"])
 def test_merged_is_adapted_on_every_backend_and_unmerging_gives_the_base_back(ids: Tensor, experts: str) -> None:
     model = adapted(**TARGETS["both"])
