@@ -67,6 +67,7 @@ COMPOSITE_CLASSES: dict[str, Reference] = {
     "AutoConfig": (CONFIGURATION, "KimiK3Config"),
     "AutoModel": (MULTIMODAL_MODEL, "KimiK3Model"),
     "AutoModelForImageTextToText": (MULTIMODAL_MODEL, "KimiK3ForConditionalGeneration"),
+    "AutoModelForMultimodalLM": (MULTIMODAL_MODEL, "KimiK3ForConditionalGeneration"),
 }
 """Auto class -> module and class, of a text model and of one with vision."""
 

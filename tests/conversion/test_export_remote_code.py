@@ -12,9 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.models.auto import modeling_auto
 
-from deltalatent import KimiK3ForCausalLM, KimiK3ForConditionalGeneration
-from deltalatent.conversion.export_remote_code import export_remote_code, flat_name
+from deltalatent import KimiK3Config, KimiK3ForCausalLM, KimiK3ForConditionalGeneration, KimiK3TextConfig
+from deltalatent.conversion.export_remote_code import (
+    COMPOSITE_CLASSES,
+    TEXT_CLASSES,
+    export_remote_code,
+    flat_name,
+)
 from tests.bare_environment import make_bare_environment, run_python
 from tests.testing_common import GOLDEN, golden, tiny_model
 
@@ -157,6 +163,25 @@ def test_weights_stay_and_export_can_be_repeated(saved, exported):
 def test_triton_kernels_are_included(exported):
     names = {file.name for file in exported.glob("*.py")}
     assert {"kernels_kda_triton_fwd.py", "kernels_kda_triton_bwd.py", "kernels_kda_triton_recurrent.py"} <= names
+
+
+@pytest.mark.parametrize(
+    ("config_class", "exported", "left_out"),
+    [
+        # Transformers' head asks `AutoModel` for the model under it, which asks again whether the code is trusted.
+        (KimiK3TextConfig, TEXT_CLASSES, {"AutoModelForSequenceClassification"}),
+        # The text part of a composite: Transformers wants a class with the configuration that the folder has.
+        (KimiK3Config, COMPOSITE_CLASSES, {"AutoModelForCausalLM"}),
+    ],
+)
+def test_every_auto_class_that_knows_the_models_finds_code(config_class, exported, left_out):
+    auto_classes = [x for x in vars(modeling_auto).values() if isinstance(x, type) and getattr(x, "_model_mapping", 0)]
+    registered = {
+        auto.__name__: auto._model_mapping._extra_content[config_class].__name__
+        for auto in auto_classes
+        if config_class in auto._model_mapping._extra_content and auto.__name__ not in left_out
+    }
+    assert {auto: name for auto, (_, name) in exported.items() if auto != "AutoConfig"} == registered
 
 
 def test_every_import_is_flat(exported):
