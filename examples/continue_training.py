@@ -5,6 +5,10 @@
 python examples/continue_training.py --model runs/quickstart --data my_texts/
 torchrun --nproc_per_node 2 examples/continue_training.py --model runs/quickstart --data my_texts/ --bf16
 
+After `make quickstart` (a `nano` of 4.2 M parameters), on a CPU, with `--data` the first 2 MB of SymPy's sources:
+
+    Held-out loss: 4.413 before, 3.644 after. The model is in runs/continued.
+
 Every argument of `transformers.TrainingArguments` is accepted too.
 """
 
