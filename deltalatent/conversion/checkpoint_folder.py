@@ -97,10 +97,12 @@ class CheckpointFolder:
         """Read the config and all headers.
 
         Raises:
-            ValueError: The save was interrupted; a file is missing, cut short or no JSON; the index lies; a tensor is
-                there twice, or of a dtype that no checkpoint of these models has. File and tensor are named.
+            ValueError: There is no such folder; the save was interrupted; a file is missing, cut short or no JSON; the
+                index lies; a tensor is there twice, or of a dtype that no checkpoint of these models has. File and
+                tensor are named.
         """
         folder = Path(folder)
+        check_is_folder(folder, "checkpoint")
         check_save_finished(folder)
         config = read_json(folder / "config.json", "copy the file of the model that the weights belong to")
         weight_map = read_weight_map(folder)
@@ -115,6 +117,15 @@ class CheckpointFolder:
         if weight_map is not None:
             check_index(folder, weight_map, places)
         return cls(folder, config, tensors, files)
+
+
+def check_is_folder(folder: Path, what: str) -> None:
+    """Raise ValueError, which calls it `what`, for anything but a folder, such as the name of a model on the Hub."""
+    if not folder.is_dir():
+        raise ValueError(
+            f"`{what}` must be a folder, got `{folder}`: pass the one that holds config.json (of a model on the Hub, "
+            "what `hf download` prints)."
+        )
 
 
 def read_header(file: Path) -> dict[str, Piece]:

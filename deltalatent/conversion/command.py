@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from os.path import expanduser
 from typing import Any
 
 
@@ -18,8 +19,8 @@ def add_to(commands: Any) -> None:
         description="Convert a checkpoint folder. The source is only read; the target appears when it is complete. A "
         "conversion that was interrupted continues when the same command runs again.",
     )
-    parser.add_argument("source", help="folder with config.json and safetensors files")
-    parser.add_argument("target", help="folder to be made; nothing is overwritten")
+    parser.add_argument("source", type=expanduser, help="folder with config.json and safetensors files")
+    parser.add_argument("target", type=expanduser, help="folder to be made; nothing is overwritten")
     parser.add_argument(
         "--to",
         choices=("same", "text", "composite", "predecessor"),
@@ -36,9 +37,17 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--layers", type=int, metavar="N", help="keep the first N layers")
     parser.add_argument("--keep-experts", type=int, metavar="N", help="keep the N most used experts of each layer")
     parser.add_argument(
-        "--usage", metavar="FILE", help="how often tokens chose each expert: layer -> counts (.json, .safetensors)"
+        "--usage",
+        type=expanduser,
+        metavar="FILE",
+        help="how often tokens chose each expert: layer -> counts (.json, .safetensors)",
     )
-    parser.add_argument("--vision-from", metavar="FOLDER", help="composite whose vision part completes a text model")
+    parser.add_argument(
+        "--vision-from",
+        type=expanduser,
+        metavar="FOLDER",
+        help="composite whose vision part completes a text model",
+    )
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="bytes per file (default: 5GB)")
     parser.add_argument("--dry-run", action="store_true", help="check and plan only, write nothing")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")

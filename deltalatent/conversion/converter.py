@@ -30,7 +30,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from deltalatent.configuration.configuration_kimi_k3 import KimiK3TextConfig
-from deltalatent.conversion.checkpoint_folder import CheckpointFolder, Piece
+from deltalatent.conversion.checkpoint_folder import CheckpointFolder, Piece, check_is_folder
 from deltalatent.conversion.config_files import (
     fewer_experts,
     first_layers,
@@ -51,6 +51,9 @@ JOURNAL_NAME, LOCK_NAME = "conversion_journal.jsonl", ".conversion.lock"
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.gguf")
+CODE_FILES = ("modeling_*.py", "configuration_*.py", "kernels_*.py", "conversion_*.py", "operator_namespace.py")
+"""Of a folder's own code, what computes; what reads text and pictures stays with the tokenizer."""
+
 VISION_FIELDS = ("vision_config", "media_placeholder_token_id")
 VISION_FILES = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
 WRITTEN_FILES = ("config.json", REPORT_NAME, JOURNAL_NAME, LOCK_NAME)
@@ -229,8 +232,7 @@ def convert(
 
 
 def _check_places(source: Path, target: Path) -> None:
-    if not source.is_dir():
-        raise ValueError(f"`source` must be a folder, got `{source}`: pass the folder that holds config.json.")
+    check_is_folder(source, "source")
     if target.exists() or target.is_symlink():
         raise ValueError(f"`target` must not exist, got `{target}`: nothing is overwritten; choose another name.")
     if source.resolve() in target.resolve().parents:
@@ -323,7 +325,7 @@ def _other_files(source: Source, kind: Kind, vision_from: str | Path | None) -> 
             continue
         is_weights = any(file.match(pattern) for pattern in WEIGHT_FILES)
         # Of another layout: classes for that one, and what turns pictures into patches for a vision part.
-        is_strange = file.match("modeling_*.py") or file.match("configuration_*.py")
+        is_strange = any(file.match(pattern) for pattern in CODE_FILES)
         is_strange = kind != source.kind and (is_strange or (file.name in VISION_FILES and kind == "text"))
         (left if is_weights or is_strange or not file.is_file() else copied).append(file)
     if vision_from is not None:

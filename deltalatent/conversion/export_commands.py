@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from os.path import expanduser
 from typing import Any
 
 from deltalatent.conversion.command import summary
@@ -20,7 +21,7 @@ def add_to(commands: Any) -> None:
         "`from_pretrained(folder, trust_remote_code=True)` then needs torch and Transformers only, with Pillow for "
         "images. Weights and vocabulary stay as they are.",
     )
-    remote.add_argument("folder", help="folder that `save_pretrained` wrote")
+    remote.add_argument("folder", type=expanduser, help="folder that `save_pretrained` wrote")
     remote.set_defaults(run=_export_remote_code)
 
     serving = commands.add_parser(
@@ -29,20 +30,25 @@ def add_to(commands: Any) -> None:
         description="Write the composite layout that servers read. The source is only read; the target appears when "
         "it is complete.",
     )
-    serving.add_argument("source", help="folder with a model and its tokenizer")
-    serving.add_argument("target", help="folder to be made; nothing is overwritten")
+    serving.add_argument("source", type=expanduser, help="folder with a model and its tokenizer")
+    serving.add_argument("target", type=expanduser, help="folder to be made; nothing is overwritten")
     serving.add_argument(
         "--experts",
         choices=("as-is", "bfloat16", "mxfp4"),
         default="as-is",
         help="pack the routed experts to four bits, as released (mxfp4), or unpack them; default: leave them",
     )
-    serving.add_argument("--vision-from", metavar="FOLDER", help="composite whose vision part completes a text model")
+    serving.add_argument(
+        "--vision-from",
+        type=expanduser,
+        metavar="FOLDER",
+        help="composite whose vision part completes a text model",
+    )
     serving.add_argument("--quiet", action="store_true", help="no progress bar")
     serving.set_defaults(run=_export_serving)
 
     check = commands.add_parser("check-serving", help="compare a folder with what servers read")
-    check.add_argument("folder", help="folder in the composite layout")
+    check.add_argument("folder", type=expanduser, help="folder in the composite layout")
     check.set_defaults(run=_check_serving)
 
 

@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from deltalatent.conversion.checkpoint_folder import check_is_folder
 from deltalatent.modeling.checkpoint_errors import read_json
 from deltalatent.modeling.whole_files import write_whole
 
@@ -97,9 +98,10 @@ def export_remote_code(folder: str | os.PathLike) -> list[Path]:
         The files written, `config.json` last.
 
     Raises:
-        ValueError: The folder holds no model of this package, or a file in it is no JSON object.
+        ValueError: There is no such folder, it holds no model of this package, or a file in it is no JSON object.
     """
     folder = Path(folder)
+    check_is_folder(folder, "folder")
     config_file = folder / "config.json"
     if not config_file.is_file():
         raise ValueError(f"{folder} must hold a `config.json`, got none: pass a folder that `save_pretrained` wrote.")

@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, KimiLinearForCausalLM
 from deltalatent import KimiK3ForCausalLM
 from deltalatent.__main__ import main
 from deltalatent.conversion import convert
+from deltalatent.conversion.export_remote_code import export_remote_code
 from deltalatent.conversion.mxfp4 import dequantize_mxfp4
 from tests.testing_common import (
     GOLDEN,
@@ -438,6 +439,22 @@ def test_other_files_come_along(tmp_path: Path) -> None:
     assert (tmp_path / "text").stat().st_mode == (tmp_path / "source").stat().st_mode
 
 
+def test_code_of_another_layout_stays_behind(tmp_path: Path) -> None:
+    """What computes; the code of a tokenizer is of no layout. In its own layout a folder keeps all of it."""
+    source = tmp_path / "source"
+    tiny_model().save_pretrained(source)
+    (source / "tokenizer_config.json").write_text('{"tokenizer_class": "KimiK3Tokenizer"}')
+    export_remote_code(source)
+    code = {file.name for file in source.glob("*.py")}
+    convert(source, tmp_path / "composite", to="composite")
+    kept = {file.name for file in (tmp_path / "composite").glob("*.py")}
+    assert kept == {name for name in code if name.startswith("processing_")} != set()
+    assert "auto_map" not in config_of(tmp_path / "composite")
+    convert(source, tmp_path / "shallow", layers=4)
+    assert {file.name for file in (tmp_path / "shallow").glob("*.py")} == code
+    assert config_of(tmp_path / "shallow")["auto_map"] == config_of(source)["auto_map"]
+
+
 def test_report_has_the_checksum_of_every_file(tmp_path: Path) -> None:
     report = convert(COMPOSITE, tmp_path / "target", max_shard_size="50KB")
     saved = json.loads((tmp_path / "target" / "conversion_report.json").read_text())
@@ -477,6 +494,41 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     shown = capsys.readouterr().out
     options = ("--to", "--experts", "--layers", "--keep-experts", "--usage", "--vision-from", "--dry-run", "--json")
     assert all(option in shown for option in options)
+
+
+def test_command_line_expands_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in `--vision-from=~/model`, which a shell leaves as it is."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    main(["convert", str(COMPOSITE), "~/text", "--to=text", "--quiet"])
+    main(["convert", "~/text", "~/back", "--to=composite", f"--vision-from={COMPOSITE}", "--quiet"])
+    assert_same(tensors_of(tmp_path / "back"), tensors_of(COMPOSITE))
+    main(["export-remote-code", "~/back"])
+    assert (tmp_path / "back" / "modeling_multimodal.py").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["convert", "someone/model", "target"],
+        ["convert", str(COMPOSITE), "target", "--to=composite", "--vision-from=someone/model"],
+        ["export-serving", "someone/model", "target"],
+        ["check-serving", "someone/model"],
+        ["export-remote-code", "someone/model"],
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_command_line_says_how_to_get_a_model_of_the_hub(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if "--vision-from=someone/model" in arguments:
+        convert(COMPOSITE, "text", to="text")
+        arguments = ["convert", "text", *arguments[2:]]
+    with pytest.raises(SystemExit):
+        main(arguments)
+    shown = capsys.readouterr().err
+    assert "must be a folder, got `someone/model`" in shown and "`hf download`" in shown
+    assert not (tmp_path / "target").exists()
 
 
 def test_progress_bar_counts_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,6 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from deltalatent import KimiK3ForCausalLM
+from deltalatent.__main__ import main
 from deltalatent.conversion import convert, converter
 from deltalatent.conversion.checkpoint_folder import CheckpointFolder, Piece
 from deltalatent.conversion.shard_writer import ShardWriter
@@ -310,6 +311,35 @@ def test_disk_that_fills_up_and_going_on_afterwards(
     assert report.files == fresh.files
     assert {name for name in content_of(tmp_path / "target")} == {name for name in content_of(tmp_path / "fresh")}
     assert content_of(sharded) == before
+
+
+def test_interrupted_from_the_keyboard_and_going_on(
+    sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["convert", str(sharded), str(tmp_path / "target"), "--to=text", "--max-shard-size=30KB", "--quiet"]
+    write, calls = ShardWriter.write, iter(range(151))
+
+    def interrupted(writer: ShardWriter, tensor: Tensor) -> None:
+        if next(calls) == 150:
+            raise KeyboardInterrupt
+        write(writer, tensor)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ShardWriter, "write", interrupted)
+        with pytest.raises(SystemExit) as stopped:
+            main(command)
+    assert stopped.value.code == 130
+    assert capsys.readouterr().err == "deltalatent convert: interrupted\n"
+    assert not (tmp_path / "target").exists()
+    work = tmp_path / "target.incomplete"
+    whole = {path.name: path.stat().st_mtime_ns for path in work.glob("*.safetensors")}
+    assert len(whole) >= 2
+    main(command)
+    assert not work.exists()
+    assert {name: (tmp_path / "target" / name).stat().st_mtime_ns for name in whole} == whole
+    fresh = convert(sharded, tmp_path / "fresh", to="text", max_shard_size="30KB")
+    report = json.loads((tmp_path / "target" / converter.REPORT_NAME).read_text())
+    assert report["files"] == fresh.files
 
 
 def test_source_that_changed_is_not_continued(sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
