@@ -5,9 +5,9 @@
 python examples/lora_instructions.py --model runs/quickstart
 python examples/lora_instructions.py --model some/model --data some/conversations --bf16
 
-The first command, after `make quickstart` (a `nano` of 3.5 M parameters), on a CPU:
+The first command, after `make quickstart` (a `nano` of 4.2 M parameters), on a CPU:
 
-    Held-out loss: 4.538 before, 3.985 after.
+    Held-out loss: 4.454 before, 3.955 after.
 
 Every argument of `transformers.TrainingArguments` is accepted too.
 """
