@@ -1,6 +1,6 @@
 # Copyright 2026 The deltalatent authors.
 # SPDX-License-Identifier: Apache-2.0
-"""docs/vision.md: every field with its default, and the figures of the measurement that it names."""
+"""docs/vision.md: every field with its default, figures as they were measured, and chance as it is."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from deltalatent import KimiK3VisionConfig
+from vision_data import NAME, READ, Example, Image
+from vision_prompts import figures
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "vision.md").read_text()
@@ -45,3 +47,13 @@ def test_costs_are_those_that_were_measured() -> None:
     for name, record in report["training"].items():
         assert trained[name] == [str(record["patches"]), f"{record['ms']:.0f}", f"{record['peak_gib']:.2f}"]
     assert report["inference"]["3584 x 3584"]["peak_gib"] < 4
+
+
+def test_chance_is_that_of_the_example() -> None:
+    image = Image.new("RGB", (1, 1))
+    by_chance = figures([Example(image, READ, "for"), Example(image, NAME, "coins")], ["", ""])
+    keys = ("photographs_by_chance", "words_by_chance", "letters_by_chance")
+    rows = rows_of("held out")
+    assert [row[2] for row in rows] == [f"{100 * by_chance[key]:.0f} %" for key in keys]
+    for _, right, chance in rows:
+        assert float(right.split()[0]) > 5 * float(chance.split()[0])
