@@ -11,6 +11,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 from huggingface_hub import CommitInfo, CommitOperationAdd, RepoUrl, constants
+from huggingface_hub.utils import filter_repo_objects
 
 
 class FakeHub:
@@ -54,9 +55,18 @@ class FakeHub:
         url = f"https://huggingface.co/{repo_id}/commit/{commit}"
         return CommitInfo(commit_url=url, commit_message=commit_message, commit_description="", oid=commit)
 
-    def upload_folder(self, *, repo_id: str, folder_path: Path, commit_message: str = "Upload folder") -> CommitInfo:
-        files = [file for file in Path(folder_path).rglob("*") if file.is_file()]
-        operations = [CommitOperationAdd(file.relative_to(folder_path).as_posix(), file) for file in files]
+    def upload_folder(
+        self,
+        *,
+        repo_id: str,
+        folder_path: str | Path,
+        commit_message: str = "Upload folder",
+        ignore_patterns: list[str] | None = None,
+        **kwargs,
+    ) -> CommitInfo:
+        files = [file.relative_to(folder_path) for file in Path(folder_path).rglob("*") if file.is_file()]
+        names = filter_repo_objects([file.as_posix() for file in files], ignore_patterns=ignore_patterns)
+        operations = [CommitOperationAdd(name, Path(folder_path, name)) for name in names]
         return self.create_commit(repo_id, operations, commit_message=commit_message)
 
 

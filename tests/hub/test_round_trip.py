@@ -11,8 +11,17 @@ import pytest
 import torch
 from huggingface_hub import HfApi
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoProcessor, AutoTokenizer, modeling_utils
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoProcessor,
+    AutoTokenizer,
+    Trainer,
+    TrainingArguments,
+    modeling_utils,
+)
 
 from deltalatent import KimiK3ForCausalLM, KimiK3ImageProcessor, KimiK3Processor, lora_targets
 from deltalatent.processing.chat_template import IMAGE_PLACEHOLDER, STRUCTURE_TOKENS
@@ -116,6 +125,37 @@ def test_adapter(fake_hub):  # noqa: F811
     again = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(REPOSITORY), "someone/adapter")
     assert torch.equal(logits(again), logits(adapted))
     assert not torch.equal(logits(again), logits(AutoModelForCausalLM.from_pretrained(REPOSITORY)))
+
+
+def test_trainer_pushes_what_it_trained(fake_hub, tmp_path):  # noqa: F811
+    """Weights in the released layout, tokenizer and card; no checkpoints, nothing of a save in progress."""
+    model, tokenizer = tiny_model(vocab_size=300), tiny_tokenizer()
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path / "run"),
+        hub_model_id=REPOSITORY,
+        push_to_hub=True,
+        max_steps=2,
+        save_steps=1,
+        hub_strategy="end",
+        per_device_train_batch_size=2,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    data = [{"input_ids": row, "labels": row} for row in INPUT_IDS.tolist()]
+    trainer = Trainer(model, arguments, train_dataset=data, processing_class=tokenizer)
+    before = logits(model)
+    trainer.train()
+    trainer.push_to_hub()
+    assert not torch.equal(logits(model), before)
+    again = AutoModelForCausalLM.from_pretrained(REPOSITORY)
+    assert torch.equal(logits(again), logits(model))
+    assert AutoTokenizer.from_pretrained(REPOSITORY)("ñ").input_ids == tokenizer("ñ").input_ids
+    pushed = {file.name for file in fake_hub.snapshot(REPOSITORY).rglob("*") if file.is_file()}
+    assert pushed >= {"README.md", "config.json", "model.safetensors", "tokenizer.json"}
+    assert not [name for name in pushed if name.startswith(("optimizer", "save_in_progress"))]
+    stored = load_file(fake_hub.snapshot(REPOSITORY) / "model.safetensors")
+    assert "model.layers.1.block_sparse_moe.experts.0.w1.weight" in stored
 
 
 def test_folder_with_its_card(fake_hub, tmp_path):  # noqa: F811
