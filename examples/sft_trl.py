@@ -5,9 +5,9 @@
 python examples/sft_trl.py --model runs/quickstart
 python examples/sft_trl.py --model some/model --data some/conversations --bf16 true --max_length 4096
 
-The first command, after `make quickstart` (a `nano` of 3.5 M parameters), on a CPU:
+The first command, after `make quickstart` (a `nano` of 4.2 M parameters), on a CPU:
 
-    Held-out loss: 4.554 before, 3.819 after.
+    Held-out loss: 4.473 before, 3.798 after.
 
 Needs `pip install trl`. Every argument of `trl.SFTConfig` is accepted too.
 """
