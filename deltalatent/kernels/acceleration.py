@@ -110,7 +110,7 @@ def accelerate(model: Model, *, impl: str = "auto") -> Model:
             _require(module, DELTA_ATTRIBUTES, LAYER_ARGUMENTS)
             _check_options(module)
             replacements.append(_Replacement(module, _delta_forward, impl))
-            replacements.append(_Replacement(module.o_norm, _gated_norm_forward, impl))
+            replacements.append(_Replacement(module.get_submodule("o_norm"), _gated_norm_forward, impl))
     if not {_base_forward, _delta_forward} <= {replacement.run for replacement in replacements}:
         names = " or ".join(f"`{family.base}` with `{family.delta}` layers" for family in FAMILIES.values())
         raise ValueError(
@@ -137,7 +137,7 @@ def restore(model: Model) -> Model:
         if isinstance(vars(module).get("forward"), _Replacement):
             del module.forward
         elif isinstance(vars(module).get("_old_forward"), _Replacement):
-            module._old_forward = MethodType(type(module).forward, module)
+            vars(module)["_old_forward"] = MethodType(type(module).forward, module)
     return model
 
 
@@ -210,7 +210,7 @@ def _has(module: Any, path: str) -> bool:
     return True
 
 
-def _check_options(module: nn.Module) -> None:
+def _check_options(module: Any) -> None:
     name = type(module).__name__
     if module.activation not in ("silu", "swish"):
         got = module.activation
@@ -338,7 +338,7 @@ def _attention_forward(
 
 
 def _delta_forward(
-    module: nn.Module,
+    module: Any,
     impl: str,
     hidden_states: Tensor,
     cache: Any = None,
@@ -363,7 +363,9 @@ def _delta_forward(
         beta = module.b_proj(x)
         gate = module.g_b_proj(module.g_a_proj(x)).view(heads)
 
-        conv_state = state = windows = None
+        conv_state: Any = None
+        state: Any = None
+        windows: Any = None
         if cache is not None:
             conv_state = cache.get_conv_state(module.layer_idx)  # [B, 3*H*K, W]; the oldest column is never read
             state = cache.get_recurrent_state(module.layer_idx)
@@ -376,6 +378,7 @@ def _delta_forward(
                 windows, state = tuple(window.clone() for window in windows), state.clone()
 
         with float32_autocast_disabled(x.device):
+            new_windows: Any  # a tensor for each stream
             (q, k, v), new_windows = short_convolution(
                 projected,
                 module.conv1d.weight.split(widths, 0),
@@ -413,7 +416,7 @@ def _delta_forward(
     return sequences.scatter(output)
 
 
-def _gated_norm_forward(module: nn.Module, impl: str, hidden_states: Tensor, gate: Tensor) -> Tensor:
+def _gated_norm_forward(module: Any, impl: str, hidden_states: Tensor, gate: Tensor) -> Tensor:
     return gated_rms_norm(hidden_states, gate, module.weight, module.variance_epsilon, impl=_beside(impl))
 
 
@@ -423,7 +426,7 @@ def _beside(impl: str) -> str:
 
 
 @contextmanager
-def _weights_present(*modules: nn.Module) -> Iterator[None]:
+def _weights_present(*modules: Any) -> Iterator[None]:
     """Fire the hooks of the package accelerate (offloading) around direct use of the weights of `modules`."""
     hooked = [(module, module._hf_hook) for module in modules if hasattr(module, "_hf_hook")]
     for module, hook in hooked:

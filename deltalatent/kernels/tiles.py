@@ -53,7 +53,8 @@ def device_limits(device: torch.device) -> DeviceLimits:
     processors = properties.multi_processor_count
     if torch.version.hip is not None:
         return DeviceLimits(AMD_SHARED_MEMORY, processors, (0, 0))
-    return DeviceLimits(properties.shared_memory_per_block_optin, processors, (properties.major, properties.minor))
+    shared_memory = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]  # not in PyTorch's stubs
+    return DeviceLimits(shared_memory, processors, (properties.major, properties.minor))
 
 
 def register_limit(registers: int) -> dict[str, int]:

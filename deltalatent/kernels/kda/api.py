@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from typing import Any
 
 import torch
 
@@ -85,10 +86,10 @@ def kda_chunk(
     }
     chosen = resolve_impl("kda_chunk", impl, device=q.device, reasons=reasons)
     tensors = (q, k, v, g, beta, A_log, dt_bias)
-    if chosen == "triton":
+    if chosen == "triton" and gate_lower_bound is not None:
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         return autograd.kda_chunk((*tensors, initial_state, cu_seqlens), gate_lower_bound, scale, output_final_state)
-    options = {
+    options: dict[str, Any] = {
         "gate_lower_bound": gate_lower_bound,
         "scale": scale,
         "initial_state": initial_state,
@@ -136,7 +137,7 @@ def kda_recurrent(
         "fla": _fla_obstacle(gate_lower_bound),
     }
     chosen = resolve_impl("kda_recurrent", impl, device=q.device, reasons=reasons)
-    options = {
+    options: dict[str, Any] = {
         "gate_lower_bound": gate_lower_bound,
         "scale": scale,
         "initial_state": initial_state,
@@ -153,7 +154,7 @@ def kda_recurrent(
         o, final_state = _run_fla("fused_recurrent_kda", tensors, **options)
     else:
         o, final_state = kda_recurrent_reference(*tensors, **options)
-    if inplace_state:
+    if inplace_state and initial_state is not None and final_state is not None:
         with torch.no_grad():
             initial_state.copy_(final_state)
         final_state = initial_state

@@ -15,6 +15,9 @@ Saved for backward: the raw inputs and o; everything else is made again.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -138,6 +141,7 @@ def kda_chunk(
 
     `tensors`: q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens; differentiable in all but the last.
     """
+    run: Callable[..., Any]
     if torch.compiler.is_compiling():
         run = kda_chunk_op
     elif torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):

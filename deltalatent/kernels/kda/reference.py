@@ -225,8 +225,9 @@ def _decayed_products(
     local = g.unflatten(2, (-1, TILE)).cumsum(3)  # [M, HV, C/L, L, K], G_i - R of each token's own tile
     before = F.pad(local[:, :, :, -1].cumsum(2), (0, 0, 1, 0))  # R of each tile
     G = (local + before[:, :, :-1, None]).flatten(2, 3)
-    dense = gate_lower_bound is not None and gate_lower_bound >= DENSE_TILE_LOWER_BOUND
-    centre = 2.0 ** round(TILE // 2 * -gate_lower_bound / math.log(2)) if dense else 1.0
+    dense, centre = False, 1.0
+    if gate_lower_bound is not None and gate_lower_bound >= DENSE_TILE_LOWER_BOUND:
+        dense, centre = True, 2.0 ** round(TILE // 2 * -gate_lower_bound / math.log(2))
     causal = torch.ones(TILE, TILE, dtype=torch.bool, device=k.device).tril()
     qk_rows, kk_rows = [], []
     for n in range(C // TILE):
@@ -283,7 +284,7 @@ def kda_chunk_reference(
     if chunk_size <= 0 or chunk_size % TILE:
         raise ValueError(f"`chunk_size` must be a positive multiple of {TILE}, got {chunk_size}: pass 16, 32 or 64.")
     out_dtype = v.dtype
-    layout = _chunk_layout(*v.shape[:2], chunk_size, cu_seqlens)
+    layout = _chunk_layout(v.shape[0], v.shape[1], chunk_size, cu_seqlens)
     num_documents = v.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
     q, k, v, g, b = _activate(q, k, v, g, beta, A_log, dt_bias, gate_lower_bound, scale)
     states = _start_state(initial_state, num_documents, v, q.shape[-1])

@@ -511,7 +511,7 @@ def chunk_backward(
     # documents with the chunks, in place.
     has_state = initial_state is not None
     if segments.split:
-        initial_state_grad = torch.empty_like(initial_state) if has_state else None
+        initial_state_grad = None if initial_state is None else torch.empty_like(initial_state)
         initial_state, transition = split_states(buffers, v, initial_state, None, *scans)
         change = torch.empty_like(initial_state)
         reverse_scan(buffers, do, None, change, *scans, (0, chunks.num))

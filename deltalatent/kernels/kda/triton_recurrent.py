@@ -126,7 +126,7 @@ def _launch(
     batch_size, total, num_key_heads, key_width = q.shape
     num_heads, value_width = v.shape[2:]
     packed = cu_seqlens is not None
-    num_documents = cu_seqlens.numel() - 1 if packed else batch_size
+    num_documents = batch_size if cu_seqlens is None else cu_seqlens.numel() - 1
     # Slack of a packed row belongs to no program.
     allocate = torch.zeros if packed else torch.empty
     o = allocate(v.shape, dtype=v.dtype, device=v.device)
@@ -144,7 +144,7 @@ def _launch(
             o,
             o if initial_state is None else initial_state.contiguous(),
             o if final_state is None else final_state,
-            cu_seqlens.contiguous() if packed else o,
+            o if cu_seqlens is None else cu_seqlens.contiguous(),
             total,
             scale,
             0.0 if gate_lower_bound is None else gate_lower_bound,
@@ -262,14 +262,14 @@ def recurrent_triton(
     if initial_state is not None and initial_state.dtype != torch.float32:
         raise TypeError(f"`initial_state` must be float32, got {initial_state.dtype}: keep the state in float32.")
     scale = q.shape[3] ** -0.5 if scale is None else scale
-    tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
+    tensors = (q, k, v, g, beta, A_log, dt_bias)
     compiling = torch.compiler.is_compiling()
     if inplace_state:
         if initial_state is None or not initial_state.is_contiguous():
             got = "None" if initial_state is None else f"strides {initial_state.stride()}"
             raise ValueError(f"`inplace_state` needs a contiguous `initial_state` to write to, got {got}.")
         run_inplace = kda_recurrent_inplace_op if compiling else _run_inplace
-        return run_inplace(*tensors, gate_lower_bound, scale), initial_state
+        return run_inplace(*tensors, initial_state, cu_seqlens, gate_lower_bound, scale), initial_state
     run = kda_recurrent_op if compiling else _run
-    o, *final = run(*tensors, gate_lower_bound, scale, output_final_state)
+    o, *final = run(*tensors, initial_state, cu_seqlens, gate_lower_bound, scale, output_final_state)
     return o, final[0] if final else None

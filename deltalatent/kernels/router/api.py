@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -146,7 +148,7 @@ def count_required_biases(
     else:
         obstacle = triton_obstacle(scores.device)
     reasons = {"triton": obstacle, "torch": None}
-    arguments = (flat, scores, cutoff, bias, mask, selected, num_bins)
+    arguments: tuple[Any, ...] = (flat, scores, cutoff, bias, mask, selected, num_bins)
     if resolve_impl("count_required_biases", impl, device=scores.device, reasons=reasons) == "triton":
         autograd.count_required_biases(*arguments)
     else:

@@ -24,7 +24,7 @@ class Choice(NamedTuple):
     """
 
     scores: Tensor
-    index: Tensor
+    index: Tensor  # type: ignore[assignment]  # hides the method of tuples
     weights: Tensor
     cutoff: Tensor
 

@@ -59,9 +59,9 @@ def short_convolution(
     several = isinstance(x, tuple | list)
     xs = tuple(x) if several else (x,)
     weights = as_streams(weight if several else (weight,), "weight", len(xs))
-    if initial_state is not None and not several:
-        initial_state = (initial_state,)
-    states = as_streams(initial_state, "initial_state", len(xs))
+    states = as_streams(
+        initial_state if several or initial_state is None else (initial_state,), "initial_state", len(xs)
+    )
     validate_short_convolution(xs, weights, states, cu_seqlens, activation, inplace_state)
     reasons = {"triton": _triton_obstacle(xs, weights), "torch": None}
     chosen = resolve_impl("short_convolution", impl, device=xs[0].device, reasons=reasons)

@@ -345,7 +345,7 @@ def short_conv_backward(
     batch_size, total, _ = xs[0].shape
     width = weights[0].shape[2]
     packed = cu_seqlens is not None
-    num_documents = cu_seqlens.numel() - 1 if packed else batch_size
+    num_documents = batch_size if cu_seqlens is None else cu_seqlens.numel() - 1
     dxs = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in xs]
     dstates = [torch.empty_like(state) for state in states]
 
@@ -356,7 +356,7 @@ def short_conv_backward(
     if not empty:
         chunk = tokens_per_program(total, layout.num_blocks * batch_size, shortest=32, longest=128)
         start = document = xs[0]
-        if packed:
+        if cu_seqlens is not None:
             start, document = locate_documents(cu_seqlens, total)
         parts = cdiv(total, chunk)
         partial = torch.empty(
