@@ -14,7 +14,7 @@ as in the public Kimi K3 and Kimi K2.5 releases.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -77,10 +77,11 @@ class KimiK3Processor(ProcessorMixin):
             the order of the prompt.
 
         Raises:
-            ValueError: The numbers of placeholders and media differ, truncation cuts through an image, or a prompt has
-                `<|media_pad|>` of its own.
+            ValueError: The numbers of placeholders and media differ, truncation cuts through an image, a prompt has
+                `<|media_pad|>` of its own, or there is nothing at all.
+            TypeError: A prompt is no string.
         """
-        texts = [text] if isinstance(text, str) else None if text is None else list(text)
+        texts = None if text is None else _list_of_prompts(text)
         opened_images = [] if images is None else [open_image(image) for image in flatten(images)]
         opened_videos = [] if videos is None else _list_of_videos(videos)
         settings = self._merge_kwargs(
@@ -196,6 +197,20 @@ class KimiK3Processor(ProcessorMixin):
         return MultiModalData(
             num_image_tokens=[count // (rows * columns) for count in patches], num_image_patches=patches
         )
+
+
+def _list_of_prompts(text: Any) -> list[str]:
+    if isinstance(text, str):
+        return [text]
+    texts = list(text) if isinstance(text, Iterable) and not isinstance(text, Mapping) else [text]
+    if not texts:
+        raise ValueError("`text` must have at least one prompt, got an empty list: leave it out for images alone.")
+    if wrong := [type(prompt).__name__ for prompt in texts if not isinstance(prompt, str)]:
+        raise TypeError(
+            f"`text` must be a prompt or a list of prompts, got {wrong[0]} among {len(texts)}: pass strings, and a "
+            "conversation to `apply_chat_template`."
+        )
+    return texts
 
 
 def _list_of_videos(videos: Any) -> list[Any]:
