@@ -4,7 +4,7 @@
 
 Eager calls go through an `autograd.Function`; under `torch.compile` the same launches are the opaque operators
 `deltalatent::grouped_experts` and `deltalatent::grouped_experts_backward`. Saved for backward, besides the inputs: the
-hidden values before the gated unit [S, 2I] (S = T K pairs), and the plan of the permutation (integers, about 12 bytes
+hidden values before the gated unit [S, 2I] (S = T K pairs), and the plan of the permutation (integers, about 9 bytes
 per pair). The gathered tokens, the activated values [S, I] and the experts' outputs [S, Z] are not kept.
 """
 

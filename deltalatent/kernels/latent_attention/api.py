@@ -33,7 +33,7 @@ def latent_attention(
         (q_{t,h} \cdot c_s + q^S_{t,h} \cdot k^S_s)\big)\, c_s, \qquad s \le \mathrm{end} - T + t
 
     Neither keys nor values of heads are made; the workspace does not grow with S, except for T*H*N partial outputs of
-    N <= 256 parts of the cache in the Triton form.
+    N <= 512 parts of the cache in the Triton form.
 
     Args:
         query: [B, T, H, R], own part of the query, projected into the latent; bf16, fp16, fp32 or fp64.
@@ -41,7 +41,8 @@ def latent_attention(
         latent: [B, S, R], normalised latents of the cached tokens, the T new ones included; dtype of `query`.
         shared_key: [B, S, Q], shared key parts of the same tokens.
         scale: Factor on the scores.
-        mask: bool [B or 1, T or 1, S], True at tokens that may be seen; None if causality is all.
+        mask: bool [B or 1, T or 1, S], True at tokens that may be seen; None if causality is all. What it
+            hides must be finite all the same: weight 0 times NaN is NaN.
         end: int32 or int64 [B], [1] or [], how many of the S tokens a row has, the new ones included; what follows is
             not read. None: all S.
         impl: `"auto"`, `"triton"` (R up to 512, Q up to 128, no gradients) or `"torch"`.
