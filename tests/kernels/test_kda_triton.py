@@ -274,6 +274,24 @@ def test_no_tokens():
 
 
 @needs_triton
+def test_gradients_have_the_dtypes_they_should():
+    """Those of the inputs, whatever the default dtype is."""
+    from deltalatent.kernels.kda import triton_bwd
+
+    inputs = random_inputs(1, 5, 1, 16, 16)
+    inputs["initial_state"] = inputs["initial_state"].half()
+    arguments = [*(inputs[name] for name in NAMES), inputs["initial_state"], None, -5.0, 0.25]
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        o, _ = kda_chunk(*(inputs[name] for name in NAMES), initial_state=inputs["initial_state"], impl="triton")
+        grads = triton_bwd.chunk_backward(*arguments, o, o, None)
+    finally:
+        torch.set_default_dtype(default)
+    assert [x.dtype for x in grads] == [x.dtype for x in inputs.values()]
+
+
+@needs_triton
 def test_no_documents():
     """A row of slack alone, longer than a chunk: no entry of `cu_seqlens` behind the first is looked for."""
     inputs = random_inputs(1, 40, 1, 16, 16)

@@ -171,6 +171,13 @@ def test_blocks_of_keys_are_all_keys(masked, order, monkeypatch):
     torch.testing.assert_close(actual, expected, **EXACT)
 
 
+def test_a_block_without_keys_changes_nothing():
+    query, key, value = normal(1, 2, 3, 6), normal(1, 2, 5, 6), normal(1, 2, 5, 4)
+    expected = blockwise_attention(query, [KeyBlock(key, value)], scale=0.4)
+    blocks = [KeyBlock(key[:, :, :0], value[:, :, :0]), KeyBlock(key, value)]
+    torch.testing.assert_close(blockwise_attention(query, blocks, scale=0.4), expected, **EXACT)
+
+
 def test_one_block_exists_at_a_time():
     query = normal(1, 1, 3, 4)
     alive: list[weakref.ref] = []

@@ -509,7 +509,7 @@ def chunk_backward(
     scans = (cu_seqlens, chunks, segments, config, K)
     # `carried` is the gradient of the states behind the segments. Without a split it moves to the start of the
     # documents with the chunks, in place.
-    has_state = initial_state is not None
+    state_dtype = None if initial_state is None else initial_state.dtype
     if segments.split:
         initial_state_grad = None if initial_state is None else torch.empty_like(initial_state)
         initial_state, transition = split_states(buffers, v, initial_state, None, *scans)
@@ -520,8 +520,11 @@ def chunk_backward(
         del transition, change
     else:
         shape = (chunks.num_documents, HV, K, V)
-        carried = torch.zeros(shape, device=q.device) if final_state_grad is None else final_state_grad.clone()
-        initial_state_grad = carried if has_state else None
+        if final_state_grad is None:
+            carried = torch.zeros(shape, device=q.device, dtype=torch.float32)
+        else:
+            carried = final_state_grad.clone()
+        initial_state_grad = None if initial_state is None else carried
     states = torch.empty(chunks.num, HV, config.VP, config.BK, device=q.device, dtype=config.compute)
     u = torch.empty(chunks.num, HV, config.VP, config.C, device=q.device, dtype=config.compute)
     scan("states", buffers, v, initial_state, None, *scans, u=u, states=states)
@@ -602,4 +605,6 @@ def chunk_backward(
         dq, dk = (x.unflatten(2, (H, HV // H)).sum(3).to(q.dtype) for x in (dq, dk))
     dA_log = A_log_grad.sum((0, 2)).to(A_log.dtype).view(A_log.shape)
     ddt_bias = dt_bias_grad[:, :, :K].sum(0).to(dt_bias.dtype).reshape(dt_bias.shape)
+    if initial_state_grad is not None:
+        initial_state_grad = initial_state_grad.to(state_dtype)
     return dq, dk, dv, dg, dbeta, dA_log, ddt_bias, initial_state_grad

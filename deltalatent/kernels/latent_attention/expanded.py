@@ -157,7 +157,7 @@ def _plain_partial(query: Tensor, block: KeyBlock, scale: float) -> tuple[Tensor
     dtype = torch.promote_types(query.dtype, torch.float32)
     batch_size, num_heads, length, _ = query.shape
     tokens = key.shape[2]
-    step = max(1, SCORES_PER_BLOCK // (batch_size * num_heads * tokens))
+    step = max(1, SCORES_PER_BLOCK // max(1, batch_size * num_heads * tokens))
     outputs, sums = [], []
     for start in range(0, length, step):
         part = query[:, :, start : start + step]
