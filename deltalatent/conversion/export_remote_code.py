@@ -32,6 +32,7 @@ ALWAYS_THERE = sys.stdlib_module_names | {"torch", "transformers", "huggingface_
 
 CONFIGURATION = f"{PACKAGE}.configuration.configuration_kimi_k3"
 TEXT_MODEL = f"{PACKAGE}.modeling.modeling_kimi_k3"
+CLASSIFIER = f"{PACKAGE}.modeling.sequence_classification"
 MULTIMODAL_MODEL = f"{PACKAGE}.modeling.multimodal"
 LAYOUT = f"{PACKAGE}.conversion.mapping"
 IMAGE_PROCESSOR = f"{PACKAGE}.processing.image_processing_kimi_k3"
@@ -63,6 +64,7 @@ TEXT_CLASSES: dict[str, Reference] = {
     "AutoConfig": (CONFIGURATION, "KimiK3TextConfig"),
     "AutoModel": (TEXT_MODEL, "KimiK3TextModel"),
     "AutoModelForCausalLM": (TEXT_MODEL, "KimiK3ForCausalLM"),
+    "AutoModelForSequenceClassification": (CLASSIFIER, "KimiK3ForSequenceClassification"),
 }
 COMPOSITE_CLASSES: dict[str, Reference] = {
     "AutoConfig": (CONFIGURATION, "KimiK3Config"),

@@ -4,9 +4,11 @@
 
 from __future__ import annotations
 
+from torch import nn
 from transformers.modeling_layers import GenericForSequenceClassification
 
-from deltalatent.modeling.modeling_kimi_k3 import KimiK3PreTrainedModel
+from deltalatent.configuration.configuration_kimi_k3 import KimiK3TextConfig
+from deltalatent.modeling.modeling_kimi_k3 import KimiK3PreTrainedModel, KimiK3TextModel
 
 
 class KimiK3ForSequenceClassification(GenericForSequenceClassification, KimiK3PreTrainedModel):
@@ -22,6 +24,14 @@ class KimiK3ForSequenceClassification(GenericForSequenceClassification, KimiK3Pr
 
     trained_later = ("score.",)
     _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]  # noqa: RUF012 - what the checkpoint was trained with before
+
+    def __init__(self, config: KimiK3TextConfig) -> None:
+        # Not Transformers' own `__init__`, which asks `AutoModel`: it does not know code that came with a folder.
+        super(GenericForSequenceClassification, self).__init__(config)
+        self.num_labels = config.num_labels
+        self.model = KimiK3TextModel(config)
+        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
+        self.post_init()
 
 
 __all__ = ["KimiK3ForSequenceClassification"]

@@ -14,7 +14,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.models.auto import modeling_auto
 
-from deltalatent import KimiK3Config, KimiK3ForCausalLM, KimiK3ForConditionalGeneration, KimiK3TextConfig
+from deltalatent import (
+    KimiK3Config,
+    KimiK3ForCausalLM,
+    KimiK3ForConditionalGeneration,
+    KimiK3ForSequenceClassification,
+    KimiK3TextConfig,
+)
 from deltalatent.conversion.export_remote_code import (
     COMPOSITE_CLASSES,
     TEXT_CLASSES,
@@ -113,6 +119,24 @@ def test_released_layouts_load_without_the_package(fixture, bare_python, tmp_pat
     torch.testing.assert_close(numbers, expected, rtol=0, atol=0)
 
 
+def test_reward_model_loads_without_the_package(bare_python, tmp_path):
+    folder = tmp_path / "reward"
+    model = tiny_model(model_class=KimiK3ForSequenceClassification, num_labels=1).eval()
+    model.save_pretrained(folder)
+    export_remote_code(folder)
+    script = """
+import sys
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForSequenceClassification
+
+model = AutoModelForSequenceClassification.from_pretrained(sys.argv[1], trust_remote_code=True).eval()
+save_file({"logits": model(**load_file(sys.argv[2])).logits.detach()}, sys.argv[2])
+"""
+    save_file(INPUTS, numbers := tmp_path / "numbers.safetensors")
+    run_python(bare_python, script, folder, numbers, workspace=tmp_path)
+    assert torch.equal(load_file(numbers)["logits"], model(**INPUTS).logits)
+
+
 def test_composite_loads_without_the_package(bare_python, tmp_path):
     folder = tmp_path / "composite"
     shutil.copytree(GOLDEN / "multimodal", folder, copy_function=shutil.copyfile)
@@ -168,8 +192,7 @@ def test_triton_kernels_are_included(exported):
 @pytest.mark.parametrize(
     ("config_class", "exported", "left_out"),
     [
-        # Transformers' head asks `AutoModel` for the model under it, which asks again whether the code is trusted.
-        (KimiK3TextConfig, TEXT_CLASSES, {"AutoModelForSequenceClassification"}),
+        (KimiK3TextConfig, TEXT_CLASSES, set()),
         # The text part of a composite: Transformers wants a class with the configuration that the folder has.
         (KimiK3Config, COMPOSITE_CLASSES, {"AutoModelForCausalLM"}),
     ],
