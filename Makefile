@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --constraint con
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make quickstart  train a 3 M-parameter model on real text, about six minutes on two CPU cores (ARGS=... adds flags)"
+	@echo "make quickstart  train a 4 M-parameter model on real text, about six minutes on two CPU cores (ARGS=... adds flags)"
 	@echo "make test        run every test (ARGS=... adds pytest arguments, JOBS=8 runs eight files at a time)"
 	@echo "make test-serving  build llama.cpp (ten minutes) and compare what it computes with a model trained here"
 	@echo "make lint        ruff and mypy"

@@ -21,6 +21,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoProcessor,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import is_vision_available
 
 from deltalatent.configuration import auto
@@ -50,6 +51,14 @@ def register() -> None:
     AutoModelForCausalLM.register(KimiK3TextConfig, KimiK3ForCausalLM, exist_ok=True)
     # `register` refuses it because the class is configured by the text part, which the Auto class then hands over.
     AutoModelForCausalLM._model_mapping.register(KimiK3Config, KimiK3ForCausalLM, exist_ok=True)  # type: ignore[arg-type]
+    # Nor does it enter this table of names, by which the Trainer tells language models: without an entry
+    # `label_smoothing_factor` compares the logits at a token with that token, not with the next.
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.update(
+        {
+            KimiK3TextConfig.model_type: KimiK3ForCausalLM.__name__,
+            KimiK3Config.model_type: KimiK3ForConditionalGeneration.__name__,
+        }
+    )
     AutoModelForSequenceClassification.register(KimiK3TextConfig, KimiK3ForSequenceClassification, exist_ok=True)
     for multimodal in (AutoModelForImageTextToText, AutoModelForMultimodalLM):
         multimodal.register(KimiK3Config, KimiK3ForConditionalGeneration, exist_ok=True)

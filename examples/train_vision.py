@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForImageTextToText,
@@ -97,12 +96,7 @@ def make_model(processor: KimiK3Processor) -> KimiK3ForConditionalGeneration:
 def make_optimizer(model: KimiK3ForConditionalGeneration, args: VisionArguments) -> MuonAdamW:
     """Muon for the linear maps of the layers, of the tower and of the projector too; AdamW for everything else."""
     groups = parameter_groups(model, weight_decay=args.weight_decay)
-    vision = [*model.model.vision_tower.modules(), *model.model.mm_projector.modules()]
-    maps = [module.weight for module in vision if isinstance(module, torch.nn.Linear)]
-    for group in groups:
-        group["params"] = [weight for weight in group["params"] if id(weight) not in set(map(id, maps))]
-    groups.append({"params": maps, "algorithm": "muon", "row_blocks": None, "weight_decay": args.weight_decay})
-    return MuonAdamW(groups, lr=args.learning_rate, update_rms=0.4, ns_dtype=torch.float32)  # bf16 is slow on CPUs
+    return MuonAdamW(groups, lr=args.learning_rate, update_rms=0.4)
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:

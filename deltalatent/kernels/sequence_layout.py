@@ -126,6 +126,12 @@ def sequence_layout(
         )
     if cu_seqlens is not None:
         validate_cu_seqlens(cu_seqlens, length, batch_size=batch_size)
+        if cu_seqlens.numel() < 2:
+            raise ValueError(
+                f"`cu_seq_lens_q` must hold the offsets of at least one document, got {cu_seqlens.numel()} of them "
+                f"for {length} tokens: if accelerate cut a streamed batch in pieces, pass "
+                '`accelerator_config={"dispatch_batches": False}` to the Trainer.'
+            )
         if attention_mask is not None and not bool(attention_mask.all()):
             raise ValueError(
                 "`cu_seq_lens_q` and an `attention_mask` with padding describe the batch twice: pass one of the two."

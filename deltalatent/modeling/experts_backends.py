@@ -10,6 +10,7 @@ Shapes: T tokens, K experts per token, E experts, Z width in which they work, I 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -82,10 +83,28 @@ def automatic_experts_forward(
     return ALL_EXPERTS_FUNCTIONS[choice](experts, hidden_states, top_k_index, top_k_weights)
 
 
+ExpertsFunction = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
+
+EXPERTS_FUNCTIONS: dict[str, ExpertsFunction] = {
+    "deltalatent": deltalatent_experts_forward,
+    "auto": automatic_experts_forward,
+}
+
+
 def register_experts_backends() -> None:
     """Make both names known to Transformers; once or more often."""
-    ALL_EXPERTS_FUNCTIONS.register("deltalatent", deltalatent_experts_forward)
-    ALL_EXPERTS_FUNCTIONS.register("auto", automatic_experts_forward)
+    for name in EXPERTS_FUNCTIONS:
+        ALL_EXPERTS_FUNCTIONS.register(name, _of_the_same_code(name))
+
+
+def _of_the_same_code(name: str) -> ExpertsFunction:
+    """Transformers has one table for all code in a process: the package, and folders that brought their own. Experts
+    of each have as `functions` what was written with them; those of Transformers take ours."""
+
+    def forward(experts: Any, *tensors: Tensor) -> Tensor:
+        return getattr(experts, "functions", EXPERTS_FUNCTIONS)[name](experts, *tensors)
+
+    return forward
 
 
 def _compute_dtype(experts: Any, hidden_states: Tensor) -> torch.dtype:

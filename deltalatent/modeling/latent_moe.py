@@ -22,7 +22,7 @@ from deltalatent.configuration.configuration_kimi_k3 import KimiK3TextConfig
 from deltalatent.kernels.experts import GatedUnit, grouped_experts_reference
 from deltalatent.kernels.router import choose_experts, router_logits
 from deltalatent.kernels.situ import situ_glu
-from deltalatent.modeling.experts_backends import register_experts_backends
+from deltalatent.modeling.experts_backends import EXPERTS_FUNCTIONS, register_experts_backends
 from deltalatent.modeling.norms import KimiK3RMSNorm
 from deltalatent.modeling.precision import KeepFloat32
 from deltalatent.modeling.quantile_balancing import QuantileHistogram
@@ -132,6 +132,7 @@ class KimiK3Experts(nn.Module):
     """E gated MLPs in two 3-D parameters, `gate_up_proj` [E, 2I, Z] (gate rows first) and `down_proj` [E, Z, I]."""
 
     config: KimiK3TextConfig  # set by the decorator
+    functions = EXPERTS_FUNCTIONS  # what was registered by other code under these names is not for these experts
 
     def __init__(self, config: KimiK3TextConfig) -> None:
         super().__init__()

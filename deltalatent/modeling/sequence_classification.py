@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 from torch import nn
 from transformers.modeling_layers import GenericForSequenceClassification
 
@@ -30,7 +32,7 @@ class KimiK3ForSequenceClassification(GenericForSequenceClassification, KimiK3Pr
         super(GenericForSequenceClassification, self).__init__(config)
         self.num_labels = config.num_labels
         self.model = KimiK3TextModel(config)
-        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
+        self.score = nn.Linear(config.hidden_size, cast(int, config.num_labels), bias=False)
         self.post_init()
 
 

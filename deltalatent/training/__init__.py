@@ -3,7 +3,6 @@
 """Training: load balancing of the routed experts, the optimizer, what LoRA adapts, and resuming."""
 
 from deltalatent.modeling.quantile_balancing import sign_rule_next_bias
-from deltalatent.training import label_smoothing
 from deltalatent.training.balancing import (
     BalancedRouter,
     BalanceReport,
@@ -21,8 +20,6 @@ from deltalatent.training.lora import LoraTargets, lora_targets
 from deltalatent.training.model_card import write_model_card
 from deltalatent.training.optimizer import MuonAdamW, newton_schulz, parameter_groups
 from deltalatent.training.resuming import check_checkpoint, last_complete_checkpoint
-
-label_smoothing.register()
 
 __all__ = [
     "BalanceReport",

@@ -32,6 +32,13 @@ BALANCE_ROWS = {
     "expert_load/dead": "experts that no token of the step chose",
 }
 
+AUTO_CLASSES = {
+    "image-text-to-text": "AutoModelForImageTextToText",
+    "text-classification": "AutoModelForSequenceClassification",
+    "text-generation": "AutoModelForCausalLM",
+}
+"""What a model does, in the Hub's words -> what loads it."""
+
 
 def write_model_card(
     folder: str | os.PathLike,
@@ -77,14 +84,17 @@ def write_model_card(
     state = json.loads(state_file.read_text(encoding="utf-8")) if state_file.is_file() else {}
     history = state.get("log_history", [])
     title = name or folder.resolve().name
+    is_classifier = any("SequenceClassification" in name for name in fields.get("architectures") or ())
+    task = "image-text-to-text" if is_composite else "text-classification" if is_classifier else "text-generation"
     if evaluation is None:
         loss = _last(history, "eval_loss")
-        evaluation = {} if loss is None else {"held-out loss (nats per token)": loss}
+        metric = "held-out loss" if is_classifier else "held-out loss (nats per token)"
+        evaluation = {} if loss is None else {metric: loss}
 
     data = ModelCardData(
         model_name=title if evaluation else None,  # with results the Hub wants the name of the model they are of
         library_name="transformers",
-        pipeline_tag="image-text-to-text" if is_composite else "text-generation",
+        pipeline_tag=task,
         tags=["deltalatent", config.model_type],
         license=license,
         language=[language] if isinstance(language, str) else list(language or []) or None,
@@ -92,7 +102,7 @@ def write_model_card(
         base_model=base_model,
         eval_results=[
             EvalResult(
-                task_type="text-generation",
+                task_type=task,
                 dataset_type=datasets[0] if datasets else "unknown",
                 dataset_name=datasets[0] if datasets else "held-out data of the training run",
                 metric_type=metric.split(" ")[0],
@@ -106,7 +116,7 @@ def write_model_card(
     sections = [
         f"# {title}",
         notes.strip(),
-        _usage(is_composite),
+        _usage(AUTO_CLASSES[task]),
         "## Architecture",
         _table(("", ""), _architecture(text_config)),
         *_training(state, history),
@@ -121,8 +131,7 @@ def write_model_card(
     return readme
 
 
-def _usage(is_composite: bool) -> str:
-    auto_class = "AutoModelForImageTextToText" if is_composite else "AutoModelForCausalLM"
+def _usage(auto_class: str) -> str:
     return f"""```python
 import deltalatent  # registers the architecture with Transformers
 from transformers import {auto_class}

@@ -38,6 +38,7 @@ from deltalatent.modeling.delta_attention import KimiK3DeltaAttention, KimiK3Sho
 from deltalatent.modeling.latent_attention import KimiK3LatentAttention
 from deltalatent.modeling.latent_moe import KimiK3Experts, KimiK3MLP, KimiK3SparseMoE
 from deltalatent.modeling.modeling_kimi_k3 import KimiK3PseudoQuery
+from deltalatent.modeling.vision_tower import KimiK3Projector, KimiK3VisionBlock, KimiK3VisionMLP
 
 __all__ = ["MuonAdamW", "newton_schulz", "parameter_groups"]
 
@@ -103,10 +104,11 @@ def newton_schulz(
 def parameter_groups(model: nn.Module, weight_decay: float = 0.1) -> list[dict[str, Any]]:
     """Groups for :class:`MuonAdamW`: what Muon steps, as which matrices, and what is decayed.
 
-    Muon takes the linear maps of the token and channel mixers and the experts; AdamW embedding, head, router, and all
-    that is no matrix. Not decayed: norms, biases, the decay parameters `A_log` and `dt_bias`, short convolutions and
-    pseudo-queries. The selection bias of the routers is a buffer and belongs to no optimizer. A parameter of a module
-    that is not ours (an adapter, a head of your own) goes to AdamW and is decayed if it has two or more axes.
+    Muon takes the linear maps of the token and channel mixers, of the vision tower and its projector, and the experts;
+    AdamW embedding, head, router, and all that is no matrix. Not decayed: norms, biases, the decay parameters `A_log`
+    and `dt_bias`, short convolutions and pseudo-queries. The selection bias of the routers is a buffer and belongs to
+    no optimizer. A parameter of a module that is not ours (an adapter, a head of your own) goes to AdamW and is
+    decayed if it has two or more axes.
 
     The groups suit any optimizer that wants the same rule for weight decay: `torch.optim.AdamW(
     parameter_groups(model))` carries the other entries along and ignores them.
@@ -167,9 +169,12 @@ def _matrices(model: nn.Module) -> Iterator[tuple[Tensor, tuple[int, ...] | None
         elif isinstance(module, KimiK3Experts):
             yield module.gate_up_proj, (module.intermediate_dim, module.intermediate_dim)
             yield module.down_proj, None
-        elif not isinstance(module, KimiK3MLP | KimiK3SparseMoE):
+        elif isinstance(module, KimiK3VisionBlock):
+            blocks = {"wqkv": (module.head_dim,)}
+        elif not isinstance(module, KimiK3MLP | KimiK3SparseMoE | KimiK3VisionMLP | KimiK3Projector):
             continue
-        for name, child in module.named_children():
+        children = module.proj if isinstance(module, KimiK3Projector) else module
+        for name, child in children.named_children():
             if isinstance(child, nn.Linear):
                 yield child.weight, blocks.get(name)
 
@@ -191,7 +196,8 @@ class MuonAdamW(torch.optim.Optimizer):
         lr: Learning rate of all groups, in AdamW's units.
         momentum: mu, in [0, 1), of Muon.
         nesterov: Whether Muon looks one gradient ahead (the formula above) or orthogonalises M.
-        ns_steps, ns_coefficients, ns_dtype: See :func:`newton_schulz`.
+        ns_steps, ns_coefficients, ns_dtype: See :func:`newton_schulz`. Without `ns_dtype` it is bfloat16, and float32
+            on a CPU, where products in bfloat16 may take ten times as long.
         update_rms: rho, root mean square of an update of Muon at learning rate 1.
         betas: Of AdamW, each in [0, 1).
         eps: Of AdamW, 0 or more.
@@ -210,7 +216,7 @@ class MuonAdamW(torch.optim.Optimizer):
         nesterov: bool = True,
         ns_steps: int = 5,
         ns_coefficients: tuple[float, float, float] = NS_COEFFICIENTS,
-        ns_dtype: torch.dtype = torch.bfloat16,
+        ns_dtype: torch.dtype | None = None,
         update_rms: float = 0.2,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
@@ -219,7 +225,7 @@ class MuonAdamW(torch.optim.Optimizer):
         _require("momentum", momentum, 0 <= momentum < 1, "in [0, 1)")
         _require("ns_steps", ns_steps, ns_steps >= 1, "at least 1")
         _require("ns_coefficients", ns_coefficients, len(ns_coefficients) == 3, "three numbers (a, b, c)")
-        _require("ns_dtype", ns_dtype, ns_dtype in NS_DTYPES, f"one of {NS_DTYPES}")
+        _require("ns_dtype", ns_dtype, ns_dtype in (None, *NS_DTYPES), f"None or one of {NS_DTYPES}")
         _require("update_rms", update_rms, 0 < update_rms < math.inf, "a finite number > 0")
         _require("betas", betas, len(betas) == 2 and all(0 <= beta < 1 for beta in betas), "two numbers in [0, 1)")
         _require("eps", eps, 0 <= eps < math.inf, "a finite number >= 0")
@@ -334,9 +340,8 @@ class MuonAdamW(torch.optim.Optimizer):
     @staticmethod
     def _orthogonalise(matrices: Tensor, group: dict[str, Any]) -> Tensor:
         """[..., R, C] -> the same, singular values near sqrt(max(R, C))."""
-        update = newton_schulz(
-            matrices, steps=group["ns_steps"], coefficients=group["ns_coefficients"], dtype=group["ns_dtype"]
-        )
+        dtype = group["ns_dtype"] or (torch.float32 if matrices.device.type == "cpu" else torch.bfloat16)
+        update = newton_schulz(matrices, steps=group["ns_steps"], coefficients=group["ns_coefficients"], dtype=dtype)
         return update.to(matrices.dtype).mul_(math.sqrt(max(matrices.shape[-2:])))
 
     @staticmethod

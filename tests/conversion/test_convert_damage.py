@@ -441,10 +441,29 @@ def test_memory_is_that_of_two_shards(large: Path, undisturbed: Undisturbed) -> 
     assert undisturbed.most_alive < sum(file.stat().st_size for file in large.glob("*.safetensors")) / 10
 
 
+WAITS_TO_BE_KILLED = """
+import sys, time
+from deltalatent.__main__ import main
+from deltalatent.conversion import converter
+
+begun, write_shard = [], converter._write_shard
+
+def write_some(*arguments):
+    begun.append(arguments)
+    if len(begun) > 100:
+        time.sleep(600)
+    return write_shard(*arguments)
+
+converter._write_shard = write_some
+sys.exit(main(sys.argv[1:]))
+"""
+"""The command, which on a fast machine would have finished before anybody kills it."""
+
+
 def test_killed_conversion_goes_on(large: Path, undisturbed: Undisturbed, tmp_path: Path) -> None:
     """SIGKILL in the middle; what was whole stays, the result is that of an undisturbed run."""
     before = {path.name: path.stat().st_mtime_ns for path in large.iterdir()}
-    command = [sys.executable, "-m", "deltalatent", "convert", str(large), str(tmp_path / "target")]
+    command = [sys.executable, "-c", WAITS_TO_BE_KILLED, "convert", str(large), str(tmp_path / "target")]
     command += ["--experts", OPTIONS["experts"], "--max-shard-size", OPTIONS["max_shard_size"]]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     journal = tmp_path / "target.incomplete" / converter.JOURNAL_NAME

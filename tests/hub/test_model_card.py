@@ -10,9 +10,9 @@ import shutil
 import pytest
 from huggingface_hub import ModelCard
 
-from deltalatent import count_parameters
+from deltalatent import KimiK3ForSequenceClassification, count_parameters
 from deltalatent.training import write_model_card
-from tests.testing_common import GOLDEN, tiny_config
+from tests.testing_common import GOLDEN, tiny_config, tiny_model
 
 STATE = {
     "global_step": 400,
@@ -71,6 +71,13 @@ def test_composite(tmp_path):
     card = ModelCard.load(write_model_card(tmp_path))
     assert card.data.pipeline_tag == "image-text-to-text"
     assert "AutoModelForImageTextToText" in card.text
+
+
+def test_reward_model(tmp_path):
+    tiny_model(model_class=KimiK3ForSequenceClassification, num_labels=1).save_pretrained(tmp_path)
+    card = ModelCard.load(write_model_card(tmp_path))
+    assert card.data.pipeline_tag == "text-classification"
+    assert "AutoModelForSequenceClassification.from_pretrained" in card.text
 
 
 def test_card_is_replaced_whole(folder):

@@ -104,6 +104,9 @@ def test_positions_of_a_wrong_shape(shape: tuple[int, ...]) -> None:
     ("offsets", "error", "message"),
     [
         pytest.param([1, 6], ValueError, "must start at 0, got 1", id="start"),
+        pytest.param(
+            [0], ValueError, r"at least one document, got 1 of them .*dispatch_batches", id="cut by accelerate"
+        ),
         pytest.param([0, 4, 3, 6], ValueError, "must not decrease, got 4 then 3", id="decreasing"),
         pytest.param([0, 7], ValueError, "must end at or before T=6, got 7", id="beyond"),
         pytest.param([[0, 6]], ValueError, r"must have shape \[N\+1\]", id="shape"),

@@ -5,17 +5,19 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
-from transformers.integrations.moe import use_experts_implementation
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_implementation
 
 from deltalatent.kernels import dispatch
 from deltalatent.kernels.experts import grouped_experts_reference
 from deltalatent.kernels.situ import situ_glu
+from deltalatent.modeling import experts_backends
 from deltalatent.modeling.latent_moe import KimiK3Experts, KimiK3MLP, KimiK3SparseMoE, KimiK3TopKRouter
 from tests.testing_common import assert_close, max_error, random_ids, randomize_, tiny_config, tiny_model
 
@@ -436,3 +438,22 @@ def test_counting_does_not_change_the_result() -> None:
     ids = random_ids(model.config)
     training = model.model(ids).last_hidden_state
     assert max_error(model.eval().model(ids).last_hidden_state, training) == 0
+
+
+def test_experts_keep_to_their_own_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another copy of the code, as folders bring their own, registers its functions under the same names."""
+    model = tiny_model(experts_implementation="auto").eval()
+    ids = random_ids(model.config)
+    expected = model(ids).logits
+    for name in ("auto", "deltalatent"):  # put back at the end
+        monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS._global_mapping, name, ALL_EXPERTS_FUNCTIONS[name])
+    spec = importlib.util.spec_from_file_location("another_copy", experts_backends.__file__)
+    another = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(another)
+    calls = []
+    another.EXPERTS_FUNCTIONS["auto"] = lambda *arguments: calls.append(arguments)
+    another.register_experts_backends()
+    assert torch.equal(model(ids).logits, expected)
+    assert not calls
+    ALL_EXPERTS_FUNCTIONS["auto"](object(), *expected)  # experts of neither: whoever came last
+    assert calls

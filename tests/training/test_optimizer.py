@@ -25,6 +25,7 @@ from deltalatent.training import MuonAdamW, QuantileBalancingCallback, newton_sc
 from tests.convergence.test_mini_training import new_model, text, unigram_entropy
 from tests.equivalence import ROUNDED
 from tests.testing_common import VARIANTS, assert_close, random_ids, tiny_config, tiny_model
+from tests.vision.vision_testing import tiny_multimodal_model
 
 CONVERGENT = (15 / 8, -10 / 8, 3 / 8)  # fixed point 1, of third order
 EXACT = 1e-12  # relative, between two evaluations in float64
@@ -391,7 +392,7 @@ def test_parameters_without_gradient_stay() -> None:
         ({"momentum": 1.0}, "`momentum` must be in"),
         ({"ns_steps": 0}, "`ns_steps` must be at least 1"),
         ({"ns_coefficients": (1.0, 2.0)}, "`ns_coefficients` must be three numbers"),
-        ({"ns_dtype": torch.float16}, "`ns_dtype` must be one of"),
+        ({"ns_dtype": torch.float16}, "`ns_dtype` must be None or one of"),
         ({"update_rms": 0.0}, "`update_rms` must be a finite number > 0"),
         ({"betas": (0.9, 1.0)}, "`betas` must be two numbers in"),
         ({"eps": -1e-8}, "`eps` must be a finite number >= 0"),
@@ -446,3 +447,33 @@ def test_documented_examples_run(tmp_path: Path) -> None:
     }
     for block in blocks:
         exec(compile(block, str(page), "exec"), names)
+
+
+def test_maps_of_the_tower_and_the_projector_are_matrices_too() -> None:
+    model = tiny_multimodal_model()
+    groups = parameter_groups(model)
+    rows = {
+        id(weight): group["row_blocks"]
+        for group in groups
+        for weight in group["params"]
+        if group["algorithm"] == "muon"
+    }
+    seen = 0
+    for part in (model.model.vision_tower, model.model.mm_projector):
+        for name, module in part.named_modules():
+            if isinstance(module, torch.nn.Linear):
+                head = model.config.vision_config.qkv_hidden_size // model.config.vision_config.vt_num_attention_heads
+                assert rows[id(module.weight)] == ((head,) if name.endswith("wqkv") else None), name
+                seen += 1
+    assert seen >= 6
+
+
+def test_products_are_float32_on_a_cpu_unless_told_otherwise() -> None:
+    start = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    found = []
+    for options in ({}, {"ns_dtype": torch.float32}, {"ns_dtype": torch.bfloat16}):
+        weight = nn.Parameter(start.clone())
+        weight.grad = start.sin()
+        MuonAdamW([{"params": [weight], "algorithm": "muon"}], **options).step()
+        found.append(weight.detach())
+    assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])

@@ -115,7 +115,7 @@ def test_figures() -> None:
 
 
 def test_muon_steps_every_linear_map_of_the_layers() -> None:
-    """Those of the tower and of the projector too, which `parameter_groups` leaves to AdamW; each parameter once."""
+    """Those of the tower and of the projector too; each parameter once."""
     model = train_vision.make_model(train_vision.make_processor())
     groups = train_vision.make_optimizer(model, train_vision.VisionArguments()).param_groups
     by_muon = {id(weight) for group in groups if group["algorithm"] == "muon" for weight in group["params"]}

@@ -53,6 +53,10 @@ def validate_short_convolution(
                 f"all streams must have the same number of taps, got {weight.shape[2]} beside {weights[0].shape[2]}: "
                 "call the operator separately."
             )
+        if weight.dtype != weights[0].dtype:
+            raise ValueError(
+                f"all streams must have weights of one dtype, got {weight.dtype} beside {weights[0].dtype}: cast them."
+            )
         if weight.device != x.device:
             raise ValueError(f"`weight` must be on the device of `x`, {x.device}, got {weight.device}: move it.")
     if cu_seqlens is not None:
@@ -73,6 +77,9 @@ def validate_short_convolution(
             )
         if state.device != x.device:
             raise ValueError(f"`initial_state` must be on the device of `x`, {x.device}, got {state.device}: move it.")
+        if state.dtype != next(state.dtype for state in initial_states if state is not None):
+            dtypes = ", ".join(str(state.dtype) for state in initial_states if state is not None)
+            raise ValueError(f"all streams must have an `initial_state` of one dtype, got {dtypes}: cast them.")
         if inplace_state and state.dtype != x.dtype:
             raise TypeError(f"`inplace_state` needs `initial_state` in {x.dtype}, got {state.dtype}: cast it.")
     if inplace_state and torch.is_grad_enabled():
