@@ -42,17 +42,22 @@ def add_to(commands: Any) -> None:
         metavar="FILE",
         help="how often tokens chose each expert: layer -> counts (.json, .safetensors)",
     )
+    add_vision_from(parser)
+    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="bytes per file (default: 5GB)")
+    parser.add_argument("--dry-run", action="store_true", help="check and plan only, write nothing")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    parser.set_defaults(run=run)
+
+
+def add_vision_from(parser: argparse.ArgumentParser) -> None:
+    """Add `--vision-from` to a command that writes composites."""
     parser.add_argument(
         "--vision-from",
         type=expanduser,
         metavar="FOLDER",
         help="composite whose vision part completes a text model",
     )
-    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="bytes per file (default: 5GB)")
-    parser.add_argument("--dry-run", action="store_true", help="check and plan only, write nothing")
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
-    parser.add_argument("--quiet", action="store_true", help="no progress bar")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:

@@ -9,7 +9,7 @@ import sys
 from os.path import expanduser
 from typing import Any
 
-from deltalatent.conversion.command import summary
+from deltalatent.conversion.command import add_vision_from, summary
 
 
 def add_to(commands: Any) -> None:
@@ -38,12 +38,7 @@ def add_to(commands: Any) -> None:
         default="as-is",
         help="pack the routed experts to four bits, as released (mxfp4), or unpack them; default: leave them",
     )
-    serving.add_argument(
-        "--vision-from",
-        type=expanduser,
-        metavar="FOLDER",
-        help="composite whose vision part completes a text model",
-    )
+    add_vision_from(serving)
     serving.add_argument("--quiet", action="store_true", help="no progress bar")
     serving.set_defaults(run=_export_serving)
 

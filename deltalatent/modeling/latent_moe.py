@@ -35,13 +35,16 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def situ_caps(config: KimiK3TextConfig) -> dict[str, Any]:
+    """The two soft caps of the configured SiTU-GLU, by the names that our operators have for them."""
+    return {"beta": config.activation_situ_beta, "linear_beta": config.activation_situ_linear_beta}
+
+
 def gated_unit_of(config: KimiK3TextConfig) -> GatedUnit:
     """The configured function of two branches [..., I]: SiTU-GLU, or SwiGLU for `hidden_act="silu"`."""
     if config.hidden_act != "situ":
         return swiglu
-    return functools.partial(
-        situ_glu, beta=config.activation_situ_beta, linear_beta=config.activation_situ_linear_beta
-    )
+    return functools.partial(situ_glu, **situ_caps(config))
 
 
 class KimiK3MLP(nn.Module):
@@ -143,8 +146,7 @@ class KimiK3Experts(nn.Module):
         self.gated_unit_options: dict[str, Any] = {"activation": "silu"}
         """Arguments of `grouped_experts` that say which gated unit this is; our experts backend reads it."""
         if config.hidden_act == "situ":
-            caps = {"beta": config.activation_situ_beta, "linear_beta": config.activation_situ_linear_beta}
-            self.gated_unit_options = {"activation": "situ"} | caps
+            self.gated_unit_options = {"activation": "situ"} | situ_caps(config)
         self.gate_up_proj = nn.Parameter(torch.empty(self.num_experts, 2 * self.intermediate_dim, self.hidden_dim))
         self.down_proj = nn.Parameter(torch.empty(self.num_experts, self.hidden_dim, self.intermediate_dim))
 

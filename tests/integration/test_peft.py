@@ -265,13 +265,20 @@ def biases(model: nn.Module) -> Tensor:
     return torch.stack([router.e_score_correction_bias for _, router in balanced_routers(model)]).clone()
 
 
-def test_several_adapters_are_switched_saved_and_deleted_one_by_one(tmp_path: Path, ids: Tensor) -> None:
+def with_second_adapter() -> PeftModel:
+    """Adapters "default" and "second" on the same targets, both with an effect."""
     model = adapted(**TARGETS["both"])
     model.add_adapter("second", lora_config(**TARGETS["both"]))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B.second" in name:
                 parameter.normal_(std=0.3)
+    return model
+
+
+def test_several_adapters_are_switched_saved_and_deleted_one_by_one(tmp_path: Path, ids: Tensor) -> None:
+    model = with_second_adapter()
+    with torch.no_grad():
         expected = {}
         for name in ("default", "second"):
             model.set_adapter(name)
@@ -291,12 +298,8 @@ def test_several_adapters_are_switched_saved_and_deleted_one_by_one(tmp_path: Pa
 
 
 def test_two_active_adapters_are_merged_together_and_what_peft_cannot_do_is_refused(ids: Tensor) -> None:
-    model = adapted(**TARGETS["both"])
-    model.add_adapter("second", lora_config(**TARGETS["both"]))
+    model = with_second_adapter()
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B.second" in name:
-                parameter.normal_(std=0.3)
         alone = model(ids).logits
         with pytest.raises(ValueError, match=r"does not support targeting nn\.Parameter"):
             model.add_weighted_adapter(["default", "second"], [0.5, 0.5], "third", combination_type="linear")

@@ -84,17 +84,21 @@ def _input_gradients(ctx, run, do: Tensor | None, final_state_grad: Tensor | Non
     return *grads, *[None] * (12 - len(grads))  # none for the initial state if there is none; it is the eighth
 
 
+def _save_for_backward(ctx, inputs, output) -> None:
+    *tensors, gate_lower_bound, scale, _ = inputs
+    ctx.options = (gate_lower_bound, scale)
+    # Absent gradients arrive as None, so that an unused final state costs nothing.
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors, output[0])
+
+
 class KDAChunkFunction(torch.autograd.Function):
     """Saved: q, k [B, T, H, K], v and o [B, T, HV, V], g [B, T, HV, K], beta, A_log, dt_bias, state, `cu_seqlens`."""
 
     @staticmethod
     def forward(ctx, *inputs):
-        *tensors, gate_lower_bound, scale, _ = inputs
         outputs = _forward(*inputs)
-        ctx.options = (gate_lower_bound, scale)
-        # Absent gradients arrive as None, so that an unused final state costs nothing.
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors, outputs[0])
+        _save_for_backward(ctx, inputs, outputs)
         return tuple(outputs)
 
     @staticmethod
@@ -120,18 +124,11 @@ def _(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, gate_lower_bo
     return [_empty(x) for x in (q, k, v, g, beta, A_log, dt_bias, initial_state) if x is not None]
 
 
-def _op_setup_context(ctx, inputs, output):
-    *tensors, gate_lower_bound, scale, _ = inputs
-    ctx.options = (gate_lower_bound, scale)
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors, output[0])
-
-
 def _op_backward(ctx, grads):
     return _input_gradients(ctx, kda_chunk_backward_op, *grads)
 
 
-kda_chunk_op.register_autograd(_op_backward, setup_context=_op_setup_context)
+kda_chunk_op.register_autograd(_op_backward, setup_context=_save_for_backward)
 
 
 def kda_chunk(

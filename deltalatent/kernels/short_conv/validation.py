@@ -77,11 +77,13 @@ def validate_short_convolution(
             )
         if state.device != x.device:
             raise ValueError(f"`initial_state` must be on the device of `x`, {x.device}, got {state.device}: move it.")
-        if state.dtype != next(state.dtype for state in initial_states if state is not None):
-            dtypes = ", ".join(str(state.dtype) for state in initial_states if state is not None)
-            raise ValueError(f"all streams must have an `initial_state` of one dtype, got {dtypes}: cast them.")
         if inplace_state and state.dtype != x.dtype:
             raise TypeError(f"`inplace_state` needs `initial_state` in {x.dtype}, got {state.dtype}: cast it.")
+    dtypes = [state.dtype for state in initial_states if state is not None]
+    if len(set(dtypes)) > 1:
+        raise ValueError(
+            f"all streams must have an `initial_state` of one dtype, got {', '.join(map(str, dtypes))}: cast them."
+        )
     if inplace_state and torch.is_grad_enabled():
         tensors = (*xs, *weights, *initial_states)
         if any(tensor is not None and tensor.requires_grad for tensor in tensors):
