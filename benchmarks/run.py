@@ -22,13 +22,15 @@ import gc
 import importlib.metadata
 import json
 import platform
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +130,22 @@ def floor_ms(work: Work, mode: str, ceilings: dict[str, float]) -> float:
     return forward if mode == FORWARD else forward + least(work.backward_bytes, work.backward_flops)
 
 
+@contextmanager
+def time_limit(seconds: int) -> Iterator[None]:
+    """Raise TimeoutError in the main thread after so many seconds."""
+
+    def stop(signum: int, frame: Any) -> None:
+        raise TimeoutError(f"longer than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
 def make_call(run: Callable[[Case], Any], case: Case, mode: str) -> Callable[[], Any]:
     """The function to time: `run` alone without gradients, or with those of all differentiable inputs."""
     leaves = case.leaves()
@@ -146,27 +164,34 @@ def make_call(run: Callable[[Case], Any], case: Case, mode: str) -> Callable[[],
 
 
 def time_implementation(
-    run: Callable[[Case], Any], case: Case, mode: str, device: torch.device
+    run: Callable[[Case], Any], case: Case, mode: str, device: torch.device, seconds: int
 ) -> dict[str, float | str]:
     """Median milliseconds, seconds of the first call (compilation), and peak bytes beyond what was there before."""
     try:
-        start = time.perf_counter()
-        call = make_call(run, case, mode)
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        result: dict[str, float | str] = {"first_call_s": time.perf_counter() - start}
-        if device.type == "cuda":
-            before = torch.cuda.memory_allocated()
-            torch.cuda.reset_peak_memory_stats()
-            call()
-            result["peak_bytes"] = torch.cuda.max_memory_allocated() - before
-        result["ms"] = milliseconds(call, device)
-        if device.type == "cuda" and not case.differentiable:
-            result["graph_ms"] = graph_milliseconds(call)
-        return result
-    except Exception as error:  # a peer may be absent, out of memory, or refuse the shape: that is a result, too
+        with time_limit(seconds):
+            return _time_implementation(run, case, mode, device)
+    except Exception as error:  # a peer may be absent, out of memory, refuse the shape or compile for too long
         return {"error": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
+
+
+def _time_implementation(
+    run: Callable[[Case], Any], case: Case, mode: str, device: torch.device
+) -> dict[str, float | str]:
+    start = time.perf_counter()
+    call = make_call(run, case, mode)
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    result: dict[str, float | str] = {"first_call_s": time.perf_counter() - start}
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        call()
+        result["peak_bytes"] = torch.cuda.max_memory_allocated() - before
+    result["ms"] = milliseconds(call, device)
+    if device.type == "cuda" and not case.differentiable:
+        result["graph_ms"] = graph_milliseconds(call)
+    return result
 
 
 def time_operator(
@@ -177,6 +202,7 @@ def time_operator(
     dtype: torch.dtype,
     device: torch.device,
     ceilings: dict[str, float],
+    seconds: int,
 ) -> list[dict[str, Any]]:
     """One record for every shape, pass and implementation."""
     records = []
@@ -189,7 +215,7 @@ def time_operator(
                     continue
                 record: dict[str, Any] = {"op": name, "shape": shape, "dims": dict(dims), "dtype": str(dtype)}
                 record |= {"mode": mode, "impl": implementation, "floor_ms": floor}
-                record |= time_implementation(run, case, mode, device)
+                record |= time_implementation(run, case, mode, device, seconds)
                 if "ms" in record:
                     record["share_of_floor"] = floor / record["ms"]
                 records.append(record)
@@ -294,6 +320,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--impl", action="append", help="implementation; repeatable (default: all)")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the activations (default: bfloat16)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cuda or cpu")
+    parser.add_argument("--seconds", type=int, default=300, help="time limit of one measurement (default: 300)")
     parser.add_argument("--out", type=Path, help="result file (default: only print)")
     parser.add_argument("--report", type=Path, help="JUnit report of the tests, run on this machine just now")
     parser.add_argument("--plot", type=Path, metavar="JSON", help="only draw this result file")
@@ -338,7 +365,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         implementations = options.impl or list(operator.implementations)
         for shape, dims in shapes.items():
             one = {shape: dims}
-            report["results"] += time_operator(name, operator, one, implementations, dtype, device, ceilings)
+            report["results"] += time_operator(
+                name, operator, one, implementations, dtype, device, ceilings, options.seconds
+            )
             write(report, options.out)
     return int(refused)
 

@@ -19,14 +19,12 @@ import argparse
 import gc
 import json
 import os
-import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -34,7 +32,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.run import ROOT, environment, measure_ceilings, milliseconds, write
+from benchmarks.run import ROOT, environment, measure_ceilings, milliseconds, time_limit, write
 
 VARIANTS: dict[str, dict[str, str]] = {
     "ours": {},
@@ -470,22 +468,6 @@ def release() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-@contextmanager
-def time_limit(seconds: int) -> Iterator[None]:
-    """Raise TimeoutError in the main thread after so many seconds."""
-
-    def stop(signum: int, frame: Any) -> None:
-        raise TimeoutError(f"longer than {seconds} s")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def describe(name: str, result: dict[str, Any]) -> str:
