@@ -7,6 +7,7 @@ import inspect
 import io
 import pickle
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,18 +16,22 @@ from accelerate import cpu_offload
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
-from transformers.models.glm5_next import (
-    Glm5NextConfig,
-    Glm5NextForConditionalGeneration,
-    Glm5NextTextConfig,
-    Glm5NextVisionConfig,
-)
-from transformers.models.kimi_linear import KimiLinearConfig, KimiLinearForCausalLM
 
 from deltalatent.kernels import accelerate, restore
 from tests.equivalence import ROUNDED
 from tests.kernels.triton_testing import DEVICE, needs_triton
 from tests.testing_common import assert_close, assert_gradients_close, gradients, randomize_, tiny_model
+
+with pytest.MonkeyPatch.context() as patch:
+    # "As shipped" is plain PyTorch; where flash-linear-attention is installed, these models give it CPU tensors, too.
+    patch.setitem(sys.modules, "fla", None)
+    from transformers.models.glm5_next import (
+        Glm5NextConfig,
+        Glm5NextForConditionalGeneration,
+        Glm5NextTextConfig,
+        Glm5NextVisionConfig,
+    )
+    from transformers.models.kimi_linear import KimiLinearConfig, KimiLinearForCausalLM
 
 COMMON = {
     "vocab_size": 64,
