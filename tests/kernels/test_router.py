@@ -224,7 +224,9 @@ def test_kernels_under_the_interpreter():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("T", "E", "K"), [(8192, 896, 16), (1, 896, 16), (3000, 96, 8), (257, 130, 4), (64, 2500, 3)])
+@pytest.mark.parametrize(
+    ("T", "E", "K"), [(8192, 896, 16), (1, 896, 16), (3000, 96, 8), (257, 130, 4), (64, 2500, 3), (9, 4096, 64)]
+)
 def test_gpu_choice(T, E, K):
     check_triton(T, E, K)
 

@@ -83,20 +83,23 @@ def choose_backward_kernel(
 ):  # fmt: skip
     """One token. With D the sum of its chosen scores: d score_j = (scaling dw_j - sum_i dw_i w_i) / D."""
     token = tl.program_id(0).to(tl.int64)
-    place = tl.arange(0, KP)
-    used = place < K
-    chosen = tl.load(index + token * K + place, mask=used, other=0)
-    dweight = tl.load(dweights + token * K + place, mask=used, other=0.0)
-    gradient = dweight * scaling_factor
     if RENORMALIZE:
+        place = tl.arange(0, KP)
+        used = place < K
+        chosen = tl.load(index + token * K + place, mask=used, other=0)
+        dweight = tl.load(dweights + token * K + place, mask=used, other=0.0)
         weight = tl.load(weights + token * K + place, mask=used, other=0.0)
+        common = tl.sum(dweight * weight, axis=0)
         total = tl.sum(tl.load(scores + token * E + chosen, mask=used, other=0.0), axis=0) + 1e-20
-        gradient = (gradient - tl.sum(dweight * weight, axis=0)) / total
+    else:
+        common, total = 0.0, 1.0
     expert = tl.arange(0, EP)
     inside = expert < E
     score = tl.load(scores + token * E + expert, mask=inside, other=0.0)
-    hit = used[:, None] & (chosen[:, None] == expert[None, :])
-    dscore = tl.sum(tl.where(hit, gradient[:, None], 0.0), axis=0)
+    dscore = tl.zeros([EP], tl.float32)
+    for j in range(K):
+        gradient = (tl.load(dweights + token * K + j) * scaling_factor - common) / total
+        dscore = tl.where(expert == tl.load(index + token * K + j), gradient, dscore)
     if HAS_DSCORES:
         dscore += tl.load(dscores + token * E + expert, mask=inside, other=0.0)
     tl.store(dlogits + token * E + expert, dscore * score * (1.0 - score), mask=inside)
