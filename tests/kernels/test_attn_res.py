@@ -4,9 +4,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from deltalatent.kernels.attn_res import attention_residual_mix
 from tests.kernels.triton_testing import DEVICE, assert_as_exact_as_plain, needs_triton, run_under_interpreter
@@ -166,15 +169,124 @@ def test_two_numbers_per_token_and_source_are_kept(dtype):
     assert saved.total > 6 * 4 * 16 * 32 * 4, "the measurement sees nothing"
 
 
-def test_compiles_without_graph_break():
+@pytest.mark.parametrize("pass_on", [False, True])
+def test_compiles_without_graph_break(pass_on):
     case = random_case(3, (2, 5, 8), torch.float32)
     leaves = [tensor.requires_grad_() for tensor in leaves_of(case).values()]
-    compiled = torch.compile(attention_residual_mix, fullgraph=True, backend="aot_eager")
+
+    def run(**case):
+        output = attention_residual_mix(**case, pass_on=pass_on)
+        return output[0] + sum(output[1]) if pass_on else output
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
-        assert_close(compiled(**case), attention_residual_mix(**case), 1e-6)
-    outputs = [run(**case) for run in (compiled, attention_residual_mix)]
+        assert_close(compiled(**case), run(**case), 1e-6)
+    outputs = [form(**case) for form in (compiled, run)]
     for grads in zip(*(torch.autograd.grad(y.square().sum(), leaves) for y in outputs), strict=True):
         assert_close(*grads, 1e-5)
+
+
+def three_mixes(sources, query, key_weight, norm_weight, pass_on, impl="auto"):
+    """Two readers of all sources, one of two of them; an update between, as in a layer."""
+    weights = {"key_weight": key_weight, "norm_weight": norm_weight, "norm_eps": NORM_EPS, "impl": impl}
+
+    def mix(sources, query):
+        if pass_on:
+            return attention_residual_mix(sources, query, EPS, **weights, pass_on=True)
+        return attention_residual_mix(sources, query, EPS, **weights), list(sources)
+
+    first, (*closed, stream) = mix(sources, query)
+    second, (*closed, stream) = mix([*closed, stream + first], -query)
+    third, _ = mix([closed[0], stream + second], 2 * query)
+    return third + stream
+
+
+def check_chain(run, case, doutput):
+    """Results with sources passed on, without, and without in float64."""
+    case = {name: value for name, value in case.items() if name not in ("eps", "norm_eps")}
+    chained, apart = (evaluate(partial(run, pass_on=on), case, doutput) for on in (True, False))
+    return chained, apart, evaluate(partial(three_mixes, pass_on=False), case, doutput, torch.float64)
+
+
+def test_sources_that_are_passed_on_carry_the_same_gradients():
+    case, doutput = random_case(4), torch.randn(2, 3, 12, dtype=torch.float64)
+    chained, apart, _ = check_chain(three_mixes, case, doutput)
+    for name, tensor in apart.items():
+        assert_close(chained[name], tensor, 1e-12, name)
+
+
+def test_gradients_that_arrive_are_added_before_rounding():
+    case, doutput = random_case(4, (5, 64), torch.bfloat16), torch.randn(5, 64, dtype=torch.bfloat16)
+    chained, apart, exact = check_chain(three_mixes, case, doutput)
+    for name, tensor in chained.items():
+        assert_as_exact_as_plain(tensor, exact[name], apart[name], name)
+
+
+@pytest.mark.parametrize(("pass_on", "expected"), [(False, 4), (True, 1)])
+def test_autograd_adds_nothing_to_sources_that_are_passed_on(pass_on, expected):
+    """Edges of the graph that lead to a source: autograd adds what they bring."""
+    sources = [torch.randn(2, 8, requires_grad=True) for _ in range(3)]
+    total, streams = torch.zeros(2, 8), sources
+    for _ in range(4):
+        output = attention_residual_mix(streams, torch.ones(8), EPS, pass_on=pass_on)
+        output, streams = output if pass_on else (output, streams)
+        total = total + output
+    nodes, seen, edges = [total.grad_fn], set(), []
+    while nodes:
+        node = nodes.pop()
+        following = [node for node, _ in node.next_functions if node is not None] if node not in seen else []
+        seen.add(node)
+        edges += [node.variable for node in following if hasattr(node, "variable")]
+        nodes += following
+    assert [sum(leaf is source for leaf in edges) for source in sources] == [expected] * 3
+
+
+@pytest.mark.parametrize("reads", [(), (0, 2)], ids=str)
+def test_a_mix_that_nothing_reads_lets_gradients_pass(reads):
+    case = random_case(3)
+    sources = [source.requires_grad_() for source in case["sources"]]
+    case["query"].requires_grad_()
+    _, passed = attention_residual_mix(**case, pass_on=True)
+    total = sum(passed[i].sum() * (i + 1) for i in reads) + 0 * sources[1].sum()
+    grads = torch.autograd.grad(total, [*sources, case["query"]], allow_unused=True)
+    expected = [i + 1 if i in reads else 0 for i in range(3)]
+    assert all((grad == value).all() for grad, value in zip(grads, expected, strict=False) if grad is not None)
+    assert [i for i in range(4) if grads[i] is not None] == sorted({*reads, 1})
+
+
+def test_sources_are_passed_on_as_they_are():
+    case = random_case(3)
+    case["sources"][0].requires_grad_()
+    output, passed = attention_residual_mix(**case, pass_on=True)
+    assert torch.equal(output, attention_residual_mix(**case))
+    assert all(a.data_ptr() == b.data_ptr() for a, b in zip(passed, case["sources"], strict=True))
+    assert [source.requires_grad for source in passed] == [True, False, False]
+    with torch.no_grad():
+        _, passed = attention_residual_mix(**case, pass_on=True)
+    assert all(a is b for a, b in zip(passed, case["sources"], strict=True))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_passing_on_under_activation_checkpointing(use_reentrant):
+    sources, query = [torch.randn(3, 12, dtype=torch.float64) for _ in range(3)], torch.randn(12, dtype=torch.float64)
+
+    def layer(query, *streams):
+        mixed, streams = attention_residual_mix(streams, query, EPS, pass_on=True)
+        return *streams[:-1], streams[-1] + mixed
+
+    def grads(checkpointed):
+        leaves = [tensor.clone().requires_grad_() for tensor in (query, *sources)]
+        streams = leaves[1:]
+        for _ in range(2):
+            if checkpointed:
+                streams = checkpoint(layer, leaves[0], *streams, use_reentrant=use_reentrant)
+            else:
+                streams = layer(leaves[0], *streams)
+        sum(streams).square().sum().backward()
+        return [leaf.grad for leaf in leaves]
+
+    for actual, expected in zip(grads(True), grads(False), strict=True):
+        assert torch.equal(actual, expected)
 
 
 X, V = torch.zeros(2, 4), torch.zeros(4)
@@ -285,17 +397,28 @@ def test_triton_refuses_second_derivatives():
 
 
 @needs_triton
-def test_triton_under_compile():
+@pytest.mark.parametrize("pass_on", [False, True])
+def test_triton_under_compile(pass_on):
     case = random_case(2, (2, 8), torch.float32, device=DEVICE)
     leaves = [tensor.requires_grad_() for tensor in leaves_of(case).values()]
 
     def run(**case):
-        return attention_residual_mix(**case, impl="triton")
+        output = attention_residual_mix(**case, impl="triton", pass_on=pass_on)
+        return output[0] + sum(output[1]) if pass_on else output
 
     outputs = [run(**case), torch.compile(run, fullgraph=True, backend="aot_eager")(**case)]
     assert torch.equal(*outputs)
     pairs = zip(*(torch.autograd.grad(y.square().sum(), leaves) for y in outputs), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
+
+
+@needs_triton
+def test_triton_adds_gradients_that_arrive():
+    """In the first mix for all sources, in the second for some, in the third for none."""
+    case, doutput = random_case(4, (3, 20), torch.float32, device=DEVICE), torch.randn(3, 20, device=DEVICE)
+    chained, apart, exact = check_chain(partial(three_mixes, impl="triton"), case, doutput)
+    for name, tensor in chained.items():
+        assert_as_exact_as_plain(tensor, exact[name], apart[name], name)
 
 
 @needs_triton

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -19,6 +20,34 @@ TRITON_SOURCES = 16
 TRITON_CHANNELS = 16384
 
 
+@overload
+def attention_residual_mix(
+    sources: Sequence[Tensor],
+    query: Tensor,
+    eps: float,
+    *,
+    key_weight: Tensor | None = ...,
+    norm_weight: Tensor | None = ...,
+    norm_eps: float | None = ...,
+    pass_on: Literal[False] = ...,
+    impl: str = ...,
+) -> Tensor: ...
+
+
+@overload
+def attention_residual_mix(
+    sources: Sequence[Tensor],
+    query: Tensor,
+    eps: float,
+    *,
+    key_weight: Tensor | None = ...,
+    norm_weight: Tensor | None = ...,
+    norm_eps: float | None = ...,
+    pass_on: Literal[True],
+    impl: str = ...,
+) -> tuple[Tensor, list[Tensor]]: ...
+
+
 def attention_residual_mix(
     sources: Sequence[Tensor],
     query: Tensor,
@@ -27,8 +56,9 @@ def attention_residual_mix(
     key_weight: Tensor | None = None,
     norm_weight: Tensor | None = None,
     norm_eps: float | None = None,
+    pass_on: bool = False,
     impl: str = "auto",
-) -> Tensor:
+) -> Tensor | tuple[Tensor, list[Tensor]]:
     r"""Average of earlier residual streams, weighted by how well each one, RMS-normalised, answers a learned query.
 
     .. math::
@@ -52,11 +82,16 @@ def attention_residual_mix(
         key_weight: k, [D], the weight of the norm that the query looks through; `None` is one.
         norm_weight: g, [D]; `None` returns o itself.
         norm_eps: Added to the mean square of o, at least 0; given if and only if `norm_weight` is.
+        pass_on: Also return the sources, for later mixes to read in place of those given. What these contribute to
+            the gradient of a source then arrives at this mix, and is added in the kernel that makes this mix's share;
+            otherwise autograd adds up the shares of all readers, one pass over memory for each. The gradients are
+            the same, but for fewer roundings.
         impl: `"auto"`, `"triton"` (up to 16 sources and 16384 channels) or `"torch"`.
 
     Returns:
         [..., D] in the dtype of the sources, rounded once: everything inside is float32 (float64 for float64).
         Differentiable, once, in the sources and in the three vectors, which may have any floating dtype.
+        With `pass_on` also the list of sources, which share the memory of those given.
 
     Raises:
         ValueError: No sources; shapes or devices that differ; an `impl` that cannot run.
@@ -66,7 +101,9 @@ def attention_residual_mix(
     sources = list(sources)
     reasons = {"triton": _triton_obstacle(sources), "torch": None}
     chosen = resolve_impl("attention_residual_mix", impl, device=query.device, reasons=reasons)
-    return attn_res(chosen, sources, query, key_weight, norm_weight, eps, 0.0 if norm_eps is None else norm_eps)
+    norm_eps = 0.0 if norm_eps is None else norm_eps
+    output, passed = attn_res(chosen, sources, query, key_weight, norm_weight, eps, norm_eps, pass_on)
+    return (output, passed) if pass_on else output
 
 
 def _triton_obstacle(sources: list[Tensor]) -> Obstacle | None:

@@ -6,7 +6,9 @@ Saved for backward: the sources [..., D], which the residual network keeps alive
 float32 numbers per token and source. Mix and norm are made again.
 
 Eager calls go through an `autograd.Function`, which costs the host a fraction of what a custom operator with autograd
-does. Under `torch.compile` the Triton launches are the opaque operators
+does. It can also return the sources, for later mixes to read: what these contribute to the gradient of a source then
+arrives here and is added by the kernel that makes this mix's share, where autograd would pass over memory once more
+for every reader. Under `torch.compile` sources are not passed on, and the Triton launches are the opaque operators
 
 | operator | results |
 | --- | --- |
@@ -51,12 +53,13 @@ def _triton_backward(
     norm_weight: Tensor | None,
     stats: Tensor,
     doutput: Tensor,
+    arriving: list[Tensor | None],
     norm_eps: float,
 ) -> list[Tensor]:
     from deltalatent.kernels.attn_res.triton_kernels import attn_res_backward
 
     sources, weights = _contiguous(sources), _contiguous([query, key_weight, norm_weight])
-    return attn_res_backward(sources, *weights, stats, doutput.contiguous(), norm_eps)
+    return attn_res_backward(sources, *weights, stats, doutput.contiguous(), _contiguous(arriving), norm_eps)
 
 
 def _contiguous(tensors: list) -> list:
@@ -84,11 +87,12 @@ def _torch_backward(
     norm_weight: Tensor | None,
     stats: Tensor,
     doutput: Tensor,
+    arriving: list[Tensor | None],
     norm_eps: float,
 ) -> list[Tensor]:
     with float32_autocast_disabled(query.device):
         return attention_residual_mix_backward_reference(
-            sources, query, key_weight, norm_weight, stats, doutput, norm_eps
+            sources, query, key_weight, norm_weight, stats, doutput, arriving, norm_eps
         )
 
 
@@ -100,18 +104,22 @@ class AttentionResidualFunction(torch.autograd.Function):
     """Saved: sources [..., D], query and the other weights [D], stats [2 S + 1, ...]."""
 
     @staticmethod
-    def forward(ctx, impl, eps, norm_eps, query, key_weight, norm_weight, *sources):
+    def forward(ctx, impl, eps, norm_eps, pass_on, query, key_weight, norm_weight, *sources):
         output, stats = FORWARD[impl](list(sources), query, key_weight, norm_weight, eps, norm_eps, True)
         ctx.impl, ctx.norm_eps = impl, norm_eps
         ctx.save_for_backward(query, key_weight, norm_weight, stats, *sources)
-        return output
+        ctx.set_materialize_grads(False)
+        return (output, *sources) if pass_on else output
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, doutput):
+    def backward(ctx, doutput, *arriving):
         query, key_weight, norm_weight, stats, *sources = ctx.saved_tensors
-        grads = BACKWARD[ctx.impl](sources, query, key_weight, norm_weight, stats, doutput, ctx.norm_eps)
-        return None, None, None, *_in_order(grads, len(sources), key_weight, norm_weight)
+        later = list(arriving) or [None] * len(sources)
+        if doutput is None:  # nothing depends on the mix
+            return None, None, None, None, None, None, None, *later
+        grads = BACKWARD[ctx.impl](sources, query, key_weight, norm_weight, stats, doutput, later, ctx.norm_eps)
+        return None, None, None, None, *_in_order(grads, len(sources), key_weight, norm_weight)
 
 
 def _in_order(grads: list[Tensor], count: int, key_weight: Tensor | None, norm_weight: Tensor | None) -> list:
@@ -133,7 +141,18 @@ def attn_res_op(
     return _triton_forward(sources, query, key_weight, norm_weight, eps, norm_eps, True)
 
 
-attn_res_backward_op = torch.library.custom_op("deltalatent::attn_res_backward", _triton_backward, mutates_args=())
+@torch.library.custom_op("deltalatent::attn_res_backward", mutates_args=())
+def attn_res_backward_op(
+    sources: list[Tensor],
+    query: Tensor,
+    key_weight: Tensor | None,
+    norm_weight: Tensor | None,
+    stats: Tensor,
+    doutput: Tensor,
+    norm_eps: float,
+) -> list[Tensor]:
+    nothing = [None] * len(sources)
+    return _triton_backward(sources, query, key_weight, norm_weight, stats, doutput, nothing, norm_eps)
 
 
 @attn_res_op.register_fake
@@ -176,12 +195,21 @@ def attn_res(
     norm_weight: Tensor | None,
     eps: float,
     norm_eps: float,
-) -> Tensor:
-    """The mix [..., D] by the named implementation; differentiable in all tensors, once."""
-    if impl == "triton" and torch.compiler.is_compiling():
-        return attn_res_op(sources, query, key_weight, norm_weight, eps, norm_eps)[0]
+    pass_on: bool,
+) -> tuple[Tensor, list[Tensor]]:
+    """The mix [..., D] by the named implementation, and the sources for later mixes; differentiable, once."""
+    is_compiling = torch.compiler.is_compiling()
+    if impl == "triton" and is_compiling:
+        return attn_res_op(sources, query, key_weight, norm_weight, eps, norm_eps)[0], sources
     tensors = (query, key_weight, norm_weight, *sources)
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
-        return AttentionResidualFunction.apply(impl, eps, norm_eps, query, key_weight, norm_weight, *sources)
+        pass_on = pass_on and not is_compiling
+        results = AttentionResidualFunction.apply(
+            impl, eps, norm_eps, pass_on, query, key_weight, norm_weight, *sources
+        )
+        if not pass_on:
+            return results, sources
+        output, *passed = results
+        return output, [new if old.requires_grad else old for old, new in zip(sources, passed, strict=True)]
     # `torch.compile` cannot trace the function above where nothing needs a gradient.
-    return FORWARD[impl](sources, query, key_weight, norm_weight, eps, norm_eps, False)[0]
+    return FORWARD[impl](sources, query, key_weight, norm_weight, eps, norm_eps, False)[0], sources

@@ -62,9 +62,13 @@ def attention_residual_mix_backward_reference(
     norm_weight: Tensor | None,
     stats: Tensor,
     doutput: Tensor,
+    arriving: Sequence[Tensor | None],
     norm_eps: float,
 ) -> list[Tensor]:
     """Gradients from the sources and what the forward pass returned besides the mix, which is made again.
+
+    Args:
+        arriving: For each source the gradient from its later readers, if any; added before the sum is rounded.
 
     Returns:
         Gradients of the sources, of `query`, and of those of `key_weight` and `norm_weight` that there are.
@@ -88,13 +92,15 @@ def attention_residual_mix_backward_reference(
     dscores = weights * (gains - (weights * gains).sum(0))
     dw = torch.zeros_like(w)
     dsources = []
-    for source, weight, score, dscore, r in zip(sources, weights, scores, dscores, inverse_rms, strict=True):
+    for source, weight, score, dscore, r, later in zip(
+        sources, weights, scores, dscores, inverse_rms, arriving, strict=True
+    ):
         s = source.to(w.dtype)
         # score = r <w, s>:  d score / d s = r w - (r^2 score / D) s,  d score / d w = r s
         along_w = dscore * r
         along_s = dscore * score * r.square() / s.shape[-1]
         ds = weight[..., None] * do + along_w[..., None] * w - along_s[..., None] * s
-        dsources.append(ds.to(source.dtype))
+        dsources.append((ds if later is None else ds + later).to(source.dtype))
         dw += along_w.flatten() @ s.flatten(0, -2)
     if key_weight is None:
         return [*dsources, dw.to(query.dtype), *dnorm_weight]

@@ -119,9 +119,10 @@ def load_stats(stats, index, S, token, N):
     return score, tl.load(place + S.to(tl.int64) * N, mask=present, other=0.0)
 
 
-@triton.jit(do_not_specialize=["N", "S", "steps"])
+@triton.jit(do_not_specialize=["arrived", "N", "S", "steps"])
 def attn_res_backward_kernel(
-    sources, dsources, query, key_weight, norm_weight, stats, doutput, dw, dnorm, N, D, S, norm_eps, steps,
+    sources, dsources, arriving, arrived, query, key_weight, norm_weight, stats, doutput, dw, dnorm,
+    N, D, S, norm_eps, steps,
     BS: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """A program walks over `steps` tokens and leaves one partial sum for each of the weights' gradients.
@@ -132,6 +133,8 @@ def attn_res_backward_kernel(
         norm:     do = rho u - rho^3 <u, o> o / D
         softmax:  d score_i = a_i (<do, s_i> - <do, o>)
         scores:   d s_i = a_i do + d score_i (r_i w - r_i^2 score_i s_i / D)
+
+    To which is added what `arriving` has for sources whose bit in `arrived` is set.
     """
     program = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BD)
@@ -170,6 +173,10 @@ def attn_res_backward_kernel(
             dx = share[:, None] * dmixed[None, :] + along_w[:, None] * w[None, :] - along_x[:, None] * x
             pointer = pick(dsources, first + index)[:, None] + (token * D + column)[None, :]
             mask = (first + index < S)[:, None] & (column < D)[None, :]
+            if arriving is not None:
+                later = pick(arriving, first + index)[:, None] + (token * D + column)[None, :]
+                has_later = ((arrived >> (first + index)) & 1) != 0
+                dx += tl.load(later, mask=mask & has_later[:, None], other=0.0).to(tl.float32)
             tl.store(pointer, dx.to(dsources[0].dtype.element_ty), mask=mask)
 
     place = program * D + column
@@ -255,9 +262,13 @@ def attn_res_backward(
     norm_weight: torch.Tensor | None,
     stats: torch.Tensor,
     doutput: torch.Tensor,
+    arriving: list[torch.Tensor | None],
     norm_eps: float,
 ) -> list[torch.Tensor]:
-    """Gradients of the sources, of `query`, and of those of `key_weight` and `norm_weight` that there are."""
+    """Gradients of the sources, of `query`, and of those of `key_weight` and `norm_weight` that there are.
+
+    To the source's is added what arrives for it, before they are rounded. All inputs contiguous.
+    """
     dsources = [torch.empty_like(source) for source in sources]
     weights = [weight for weight in (query, key_weight, norm_weight) if weight is not None]
     width = query.shape[0]
@@ -268,9 +279,11 @@ def attn_res_backward(
     programs = cdiv(rows, steps)
     dw = torch.empty(programs, width, dtype=torch.float32, device=query.device)
     dnorm = None if norm_weight is None else torch.empty_like(dw)
+    arrived = sum(1 << i for i, later in enumerate(arriving) if later is not None)
+    later = [doutput if tensor is None else tensor for tensor in arriving]
     attn_res_backward_kernel[(programs,)](
-        _padded(sources), _padded(dsources), query, key_weight, norm_weight, stats, doutput, dw, dnorm,
-        rows, width, len(sources), norm_eps, steps,
+        _padded(sources), _padded(dsources), _padded(later) if arrived else None, arrived,
+        query, key_weight, norm_weight, stats, doutput, dw, dnorm, rows, width, len(sources), norm_eps, steps,
         **_backward_tile(width),
     )  # fmt: skip
     dquery, dkey_weight, dnorm_weight = (
