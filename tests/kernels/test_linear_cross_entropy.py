@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from deltalatent.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
+from deltalatent.kernels.linear_cross_entropy.api import choose_chunk_size
 from tests.kernels.triton_testing import DEVICE, assert_as_exact_as_plain, needs_triton, run_under_interpreter
 from tests.testing_common import assert_close
 
@@ -38,6 +39,21 @@ def test_chunks_are_the_definition(chunk_size, num_items):
     actual = evaluate(linear_cross_entropy, case, num_items=num_items, chunk_size=chunk_size)
     for name, tensor in expected.items():
         assert_close(actual[name], tensor, 1e-13, name)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "words", "expected"),
+    [
+        (8192, 163840, 768),  # 819 at most: ten chunks and one of two tokens, were they not equal
+        (16384, 32000, 4096),
+        (100, 32000, 128),  # one chunk
+        (0, 32000, 128),
+        (1000, 2**27 // 3, 3),  # too large a vocabulary for whole tiles
+        (5, 2**28, 1),
+    ],
+)
+def test_chunks_are_equal(tokens, words, expected):
+    assert choose_chunk_size(tokens, words) == expected
 
 
 def test_gradients_against_finite_differences():

@@ -10,11 +10,16 @@ from torch import Tensor
 from deltalatent.kernels.dispatch import Obstacle, resolve_impl, triton_obstacle
 from deltalatent.kernels.linear_cross_entropy.autograd import chunked_loss
 from deltalatent.kernels.linear_cross_entropy.validation import validate_linear_cross_entropy
+from deltalatent.kernels.tiles import cdiv
 
 TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 CHUNK_LOGITS = 2**27
 """Logits that exist at a time unless the caller says otherwise: 256 MiB in bf16, 819 tokens of 163,840 words."""
+
+
+TILE = 128
+"""Tokens in a tile of the matrix products."""
 
 
 def linear_cross_entropy(
@@ -41,7 +46,7 @@ def linear_cross_entropy(
         targets: integers [...] in [0, V), or `ignore_index` where there is no target. Not shifted here.
         num_items: What the sum is divided by; `None` for the number of targets (NaN if there is none).
         ignore_index: See `targets`.
-        chunk_size: Tokens per chunk, at least 1; `None` chooses by the size of the vocabulary (2^27 logits).
+        chunk_size: Tokens per chunk, at least 1; `None` makes equal ones of about 2^27 logits.
         impl: `"auto"`, `"triton"` or `"torch"`: what computes the softmax of a chunk and its gradient.
 
     Returns:
@@ -61,13 +66,23 @@ def linear_cross_entropy(
     validate_linear_cross_entropy(hidden_states, weight, targets, chunk_size)
     reasons = {"triton": _triton_obstacle(hidden_states), "torch": None}
     chosen = resolve_impl("linear_cross_entropy", impl, device=device, reasons=reasons)
-    if chunk_size is None:
-        chunk_size = max(1, CHUNK_LOGITS // weight.shape[0])
     targets = targets.flatten()
+    if chunk_size is None:
+        chunk_size = choose_chunk_size(targets.shape[0], weight.shape[0])
     if num_items is None:
         num_items = (targets != ignore_index).sum()
     total = chunked_loss(chosen, hidden_states.flatten(0, -2), weight, targets, ignore_index, chunk_size)
     return total / num_items
+
+
+def choose_chunk_size(tokens: int, words: int) -> int:
+    """Chunks of one size: every chunk reads and writes the weight's gradient, so a small last one costs as much.
+
+    Rounded up to whole tiles of matrix products, if there are that many tokens.
+    """
+    most = max(1, CHUNK_LOGITS // words)
+    size = max(1, cdiv(tokens, max(1, cdiv(tokens, most))))
+    return size if most < TILE else cdiv(size, TILE) * TILE
 
 
 def _triton_obstacle(hidden_states: Tensor) -> Obstacle | None:
