@@ -6,11 +6,12 @@
     python -m benchmarks.whole_model --part train.small --part decode.small --seconds 30
 
 Every part runs for itself, within its own time limit; one that fails is recorded with its error, and the file is
-written after each. Training is AdamW on random tokens in bf16, without activation checkpointing. Model FLOPs are those
-of the forward pass and twice that for the backward pass: two per active parameter and token (the input embedding does
-none), causal latent attention, and three products of a vector with the state per token and KDA head; their utilisation
-is relative to a large bf16 matrix product measured in the same run. Contexts of decode steps are synthetic: a cache of
-the full size with random latents, read whole by each step.
+written after each. Training is AdamW on random tokens in bf16, without activation checkpointing; parts named "graph"
+capture a whole step as a CUDA graph once and replay it. Model FLOPs are those of the forward pass and twice that for
+the backward pass: two per active parameter and token (the input embedding does none), causal latent attention, and
+three products of a vector with the state per token and KDA head; their utilisation is relative to a large bf16 matrix
+product measured in the same run. Contexts of decode steps are synthetic: a cache of the full size with random latents,
+read whole by each step.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class Settings:
         rows, tokens: Of a training batch, and of a prefill.
         steps: Timed training steps.
         contexts: Cached tokens of decode steps.
-        tiny: Replace every model by the smallest one, for tests.
+        tiny: Begin with the smallest size in place of every other, for tests.
     """
 
     device: torch.device
@@ -103,7 +104,7 @@ def build(size: str, settings: Settings, variant: str = "ours", **overrides: Any
 
     torch.manual_seed(0)
     choice = VARIANTS[variant]
-    config = size_config("tiny") if settings.tiny else size_config(size, **overrides)
+    config = size_config("tiny" if settings.tiny else size, **overrides)
     config.kda_implementation = choice.get("kda", "auto")
     with torch.device(settings.device):
         model: Any = KimiK3ForCausalLM(config)
@@ -154,26 +155,57 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def train(make: Callable[[], Any], settings: Settings, label: str) -> dict[str, Any]:
-    """Tokens per second, memory and FLOP utilisation of whole optimizer steps."""
+def capture(step: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """A CUDA graph of `step`, and what it returned, which every replay writes anew; before, it runs three times."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # kernels are compiled and libraries initialised, which a graph cannot hold
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = step()
+    return graph, result
+
+
+def train(make: Callable[[], Any], settings: Settings, label: str, graph: bool = False) -> dict[str, Any]:
+    """Tokens per second, memory and FLOP utilisation of whole optimizer steps; `graph`: replayed from a CUDA graph."""
     device = settings.device
-    if device.type == "cuda":
+    on_gpu = device.type == "cuda"
+    if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     model = make().train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=on_gpu, capturable=graph)
     vocabulary = model.config.vocab_size
     batches = torch.randint(3, vocabulary, (settings.steps + 2, settings.rows, settings.tokens), device=device)
-    seconds, loss = [], None
-    for ids in batches:
-        synchronize(device)
-        start = time.perf_counter()
+    ids = batches[0].clone()
+
+    def step() -> torch.Tensor:
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        return loss.detach()
+
+    run = step
+    if graph:
+        recorded, loss = capture(step)
+
+        def run() -> torch.Tensor:
+            recorded.replay()
+            return loss
+
+    seconds, host = [], []
+    for batch in batches:
+        ids.copy_(batch)
+        synchronize(device)
+        start = time.perf_counter()
+        loss = run()
+        host.append(time.perf_counter() - start)
         synchronize(device)
         seconds.append(time.perf_counter() - start)
-    step = statistics.median(seconds[2:])
+    step_s = statistics.median(seconds[2:])
     tokens = settings.rows * settings.tokens
     flops = 3 * tokens * forward_flops_per_token(model, settings.tokens / 2)
     result: dict[str, Any] = {
@@ -181,13 +213,14 @@ def train(make: Callable[[], Any], settings: Settings, label: str) -> dict[str, 
         "parameters": sum(p.numel() for p in model.parameters()),
         "batch": [settings.rows, settings.tokens],
         "first_step_s": seconds[0],
-        "step_ms": 1e3 * step,
-        "tokens_per_s": tokens / step,
-        "model_tflops_per_s": flops / step / 1e12,
-        "flop_utilisation": flops / step / settings.flops_per_s,
-        "loss": float(loss.detach()) if loss is not None else None,
+        "step_ms": 1e3 * step_s,
+        "host_ms": 1e3 * statistics.median(host[2:]),
+        "tokens_per_s": tokens / step_s,
+        "model_tflops_per_s": flops / step_s / 1e12,
+        "flop_utilisation": flops / step_s / settings.flops_per_s,
+        "loss": float(loss),
     }
-    if device.type == "cuda":
+    if on_gpu:
         result["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
     return result
 
@@ -258,15 +291,7 @@ def decode(make: Callable[[], Any], settings: Settings, label: str) -> dict[str,
         def step(cache: Any = cache, token: torch.Tensor = token) -> None:
             token.copy_(model(input_ids=token, cache=cache, use_cache=True).logits[:, -1].argmax(-1, keepdim=True))
 
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                step()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            step()
+        graph, _ = capture(step)
         times = []
         for _ in range(20):
             start_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -346,6 +371,38 @@ def _layer_ms(layer: Any, x: torch.Tensor, view: Any, leaves: list[Any], device:
         torch.autograd.grad(layer(x, view)[0], leaves, upstream, allow_unused=True)
 
     return {"forward_ms": milliseconds(forward, device), "forward_backward_ms": milliseconds(both, device)}
+
+
+def memory(make: Callable[..., Any], settings: Settings, label: str) -> dict[str, Any]:
+    """What a training step keeps for its backward pass and takes at its peak, and the same of plain residuals.
+
+    Both in GiB beyond what is there before the step (parameters). The bank is what depth mixing may add: the sums of
+    the closed blocks.
+    """
+    if settings.device.type != "cuda":
+        raise ValueError(
+            f"memory is counted by the allocator of a GPU, got {settings.device.type}: use --device cuda."
+        )
+    result: dict[str, Any] = {"label": label}
+    for name, options in (("ours", {}), ("plain_residuals", {"attn_res_block_size": None})):
+        model = make(**options).train()
+        ids = torch.randint(3, model.config.vocab_size, (settings.rows, settings.tokens), device=settings.device)
+        for _ in range(2):  # kernels and libraries take some memory at first use
+            model.zero_grad()
+            release()
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+            kept = torch.cuda.memory_allocated() - before
+            loss.backward()
+            peak = torch.cuda.max_memory_allocated() - before
+        result[name] = {"kept_gib": kept / 2**30, "peak_gib": peak / 2**30}
+        if model.config.attn_res_block_size is not None:
+            blocks = sum(layer.closes_block for layer in model.model.layers)
+            bank = blocks * ids.numel() * model.config.hidden_size * model.dtype.itemsize
+            result["bank_gib"] = bank / 2**30
+        del model, loss
+    return result
 
 
 def profile(make: Callable[[], Any], settings: Settings, label: str) -> dict[str, Any]:
@@ -435,6 +492,8 @@ def parts(settings: Settings) -> dict[str, Callable[[], dict[str, Any]]]:
 
     found["train.small.ours"] = partial(train, model("small"), settings, "small, ours")
     found["train.base.ours"] = partial(train, model("base"), settings, "base, ours")
+    found["train.small.graph"] = partial(train, model("small"), settings, "small, ours, a CUDA graph", True)
+    found["train.base.graph"] = partial(train, model("base"), settings, "base, ours, a CUDA graph", True)
     found["decode.small.ours"] = partial(decode, model("small"), settings, "small, ours")
     found["profile.small"] = partial(profile, model("small"), settings, "small, ours")
     found["attention_layer"] = partial(attention_layer, settings)
@@ -457,6 +516,8 @@ def parts(settings: Settings) -> dict[str, Callable[[], dict[str, Any]]]:
     found["prefill.base.ours"] = partial(prefill, model("base"), settings, "base, ours")
     found["decode.base.ours"] = partial(decode, model("base"), settings, "base, ours")
     found["profile.base"] = partial(profile, model("base"), settings, "base, ours")
+    for size in ("small", "base"):
+        found[f"memory.{size}"] = partial(memory, partial(build, size, settings), settings, size)
     few = replace(settings, steps=1)
     found["train.small.torch"] = partial(train, model("small", "torch"), few, "small, plain PyTorch")
     found["train.base.torch"] = partial(train, model("base", "torch"), few, "base, plain PyTorch")

@@ -42,6 +42,21 @@ def test_flops_are_two_per_active_parameter_and_the_mixing():
     assert whole_model.forward_flops_per_token(model, 100.0) == pytest.approx(2 * matrices + latent + recurrence)
 
 
+def test_memory_needs_the_allocator_of_a_gpu():
+    with pytest.raises(ValueError, match="got cpu: use --device cuda"):
+        whole_model.parts(TINY)["memory.small"]()
+
+
+@pytest.mark.gpu
+def test_memory_and_graph_on_a_gpu():
+    """The bank is that of three closed blocks."""
+    settings = whole_model.Settings(torch.device("cuda"), flops_per_s=1e9, rows=1, tokens=4096, steps=1, tiny=True)
+    result = whole_model.parts(settings)["memory.small"]()
+    assert result["bank_gib"] == 3 * 4096 * 32 * 2 / 2**30
+    assert result["ours"]["peak_gib"] >= result["ours"]["kept_gib"] > result["plain_residuals"]["kept_gib"] > 0
+    assert whole_model.parts(settings)["train.small.graph"]()["tokens_per_s"] > 0
+
+
 def test_time_limit():
     with pytest.raises(TimeoutError, match="longer than 1 s"), whole_model.time_limit(1):
         time.sleep(5)
