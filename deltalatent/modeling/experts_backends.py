@@ -109,7 +109,8 @@ def _of_the_same_code(name: str) -> ExpertsFunction:
 
 def _compute_dtype(experts: Any, hidden_states: Tensor) -> torch.dtype:
     device = hidden_states.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+    # "meta" knows no autocast. To ask `torch.amp.is_autocast_available` would break the graph under PyTorch 2.11.
+    if device != "meta" and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     return experts.gate_up_proj.dtype
 
