@@ -30,15 +30,15 @@ class KimiK3MixedRMSNorm(KimiK3RMSNorm):
     layer, as released; they come along as arguments, so that hooks and wrappers of the norm see one ordinary call.
     """
 
-    def forward(
+    def forward(  # type: ignore[override]
         self,
         hidden_states: Tensor,
         *others: Tensor,
         key_norm: KimiK3RMSNorm | None = None,
         query: KimiK3PseudoQuery | None = None,
         impl: str = "auto",
-    ) -> Tensor:
-        """[..., D] in the dtype of the streams.
+    ) -> Tensor | tuple[Tensor, list[Tensor]]:
+        """[..., D] in the dtype of the streams; with a query also the streams, for those who read them later.
 
         Args:
             hidden_states, *others: [..., D] each, the streams in order: closed blocks, then the running sum.
@@ -55,5 +55,11 @@ class KimiK3MixedRMSNorm(KimiK3RMSNorm):
             key_weight=key_norm.weight,
             norm_weight=self.weight,
             norm_eps=self.variance_epsilon,
+            pass_on=True,
             impl=impl,
         )
+
+
+def unmixed(norm: KimiK3RMSNorm, *streams: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """What is read in a plain residual network, and its only stream, as a mix would return them."""
+    return norm(*streams), list(streams)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -39,7 +40,7 @@ from deltalatent.configuration.configuration_kimi_k3 import KimiK3TextConfig
 from deltalatent.kernels.dispatch import triton_obstacle
 from deltalatent.kernels.latent_attention import document_groups
 from deltalatent.kernels.sequence_layout import SequenceLayout, sequence_layout
-from deltalatent.modeling.attention_residuals import KimiK3MixedRMSNorm, KimiK3PseudoQuery
+from deltalatent.modeling.attention_residuals import KimiK3MixedRMSNorm, KimiK3PseudoQuery, unmixed
 from deltalatent.modeling.checkpoint_errors import (
     check_conversion,
     check_files,
@@ -51,13 +52,7 @@ from deltalatent.modeling.delta_attention import KimiK3DeltaAttention, KimiK3Sho
 from deltalatent.modeling.experts_backends import GROUPED_MM_MULTIPLE
 from deltalatent.modeling.language_head import KimiK3LanguageHead, has_loss_without_logits
 from deltalatent.modeling.latent_attention import CausalView, KimiK3LatentAttention
-from deltalatent.modeling.latent_moe import (
-    KimiK3Experts,
-    KimiK3MLP,
-    KimiK3SparseMoE,
-    KimiK3TopKRouter,
-    RoutingStatistics,
-)
+from deltalatent.modeling.latent_moe import KimiK3Experts, KimiK3MLP, KimiK3SparseMoE, KimiK3TopKRouter
 from deltalatent.modeling.norms import KimiK3GatedRMSNorm, KimiK3RMSNorm
 from deltalatent.modeling.packed_checkpoints import without_mxfp4_claim
 from deltalatent.modeling.released_layout import VISION_PREFIXES, accept_released_layout
@@ -104,7 +99,7 @@ class KimiK3DecoderLayer(GradientCheckpointingLayer):
         layout: SequenceLayout | None = None,
         collect_routing: bool = False,
         **kwargs,
-    ) -> tuple[Tensor, RoutingStatistics | None]:
+    ) -> tuple[Any, ...]:
         """One layer. Streams are positional, so that both kinds of activation checkpointing carry their gradients.
 
         Args:
@@ -116,39 +111,41 @@ class KimiK3DecoderLayer(GradientCheckpointingLayer):
             collect_routing: Also return what quantile balancing counts (sparse layers only).
 
         Returns:
-            The new running sum [B, T, D], and routing statistics or `None`.
+            The new running sum [B, T, D], routing statistics or `None`, and the closed blocks [B, T, D] for the next
+            layer: those given, as they were passed on (`attention_residual_mix`), and the one closed here, if any.
         """
         # In layer 0 the running sum is alone: the mix is the same vector, but its query gets a (zero) gradient, which
         # `DistributedDataParallel` waits for.
-        mix = self._mix_for_attention if self.has_attention_residuals else self.input_layernorm
-        mixed = mix(*closed_blocks, hidden_states)
+        mix = self._mix_for_attention if self.has_attention_residuals else partial(unmixed, self.input_layernorm)
+        mixed, streams = mix(*closed_blocks, hidden_states)
         if self.layer_type == "linear_attention":
             update = self.self_attn(mixed, cache=cache, layout=layout)
         else:
             update, _ = self.self_attn(mixed, attention_mask=attention_mask, cache=cache, **kwargs)
         if self.closes_block:
             # The stream keeps its dtype, which under autocast is not that of the mixers.
-            closed_blocks, hidden_states = (*closed_blocks, hidden_states), update.to(hidden_states.dtype)
+            streams.append(update.to(hidden_states.dtype))
         else:
-            hidden_states = hidden_states + update
+            streams[-1] = streams[-1] + update
 
-        mix = self._mix_for_mlp if self.has_attention_residuals else self.post_attention_layernorm
-        mixed = mix(*closed_blocks, hidden_states)
+        mix = self._mix_for_mlp if self.has_attention_residuals else partial(unmixed, self.post_attention_layernorm)
+        mixed, streams = mix(*streams)
         routing = None
         if isinstance(self.mlp, KimiK3SparseMoE):
             update, routing = self.mlp(mixed)
         else:
             update = self.mlp(mixed)
-        return hidden_states + update, routing if collect_routing else None
+        *closed, running = streams
+        return running + update, routing if collect_routing else None, *closed
 
     # Depth mixing uses weights of child modules without calling them: offloading hooks must bring these first.
     @force_accelerate_hooks(["self_attention_res_norm", "self_attention_res_proj"])
-    def _mix_for_attention(self, *streams: Tensor) -> Tensor:
+    def _mix_for_attention(self, *streams: Tensor) -> tuple[Tensor, list[Tensor]]:
         key_norm, query = self.self_attention_res_norm, self.self_attention_res_proj
         return self.input_layernorm(*streams, key_norm=key_norm, query=query, impl=_mix_impl(self.config))
 
     @force_accelerate_hooks(["mlp_res_norm", "mlp_res_proj"])
-    def _mix_for_mlp(self, *streams: Tensor) -> Tensor:
+    def _mix_for_mlp(self, *streams: Tensor) -> tuple[Tensor, list[Tensor]]:
         key_norm, query = self.mlp_res_norm, self.mlp_res_proj
         return self.post_attention_layernorm(*streams, key_norm=key_norm, query=query, impl=_mix_impl(self.config))
 
@@ -451,7 +448,7 @@ class KimiK3TextModel(KimiK3PreTrainedModel):
         counted = layout.real_tokens() if layout is not None and is_training_step else None
         closed_blocks: tuple[Tensor, ...] = ()
         for layer in self.layers:
-            output, routing = layer(
+            hidden_states, routing, *closed_blocks = layer(
                 hidden_states,
                 *closed_blocks,
                 attention_mask=full_mask,
@@ -460,9 +457,6 @@ class KimiK3TextModel(KimiK3PreTrainedModel):
                 collect_routing=is_training_step,
                 **kwargs,
             )
-            if layer.closes_block:
-                closed_blocks = (*closed_blocks, hidden_states)
-            hidden_states = output
             if routing is not None:
                 # Here, outside activation checkpointing, a token is counted once however often it is recomputed.
                 router = cast(KimiK3SparseMoE, layer.mlp).gate
@@ -470,11 +464,11 @@ class KimiK3TextModel(KimiK3PreTrainedModel):
                     routing.scores, routing.cutoff, router.e_score_correction_bias, counted, routing.top_k_index
                 )
 
-        mix = self._mix_for_output if self.has_attention_residuals else self.norm
-        return MoeModelOutputWithPast(last_hidden_state=mix(*closed_blocks, hidden_states), cache=cache)
+        mix = self._mix_for_output if self.has_attention_residuals else partial(unmixed, self.norm)
+        return MoeModelOutputWithPast(last_hidden_state=mix(*closed_blocks, hidden_states)[0], cache=cache)
 
     @force_accelerate_hooks(["output_attn_res_norm", "output_attn_res_proj"])
-    def _mix_for_output(self, *streams: Tensor) -> Tensor:
+    def _mix_for_output(self, *streams: Tensor) -> tuple[Tensor, list[Tensor]]:
         key_norm, query = self.output_attn_res_norm, self.output_attn_res_proj
         return self.norm(*streams, key_norm=key_norm, query=query, impl=_mix_impl(self.config))
 

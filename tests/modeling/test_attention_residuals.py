@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -25,6 +27,31 @@ def test_a_training_step_keeps_no_more_than_the_bank_over_plain_residuals(dtype:
         closed_blocks += sum(layer.closes_block for layer in model.model.layers)
     bank = closed_blocks * 4 * 64 * 32 * dtype.itemsize
     assert kept["default"] - kept["plain_residuals"] <= bank
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_gradients_of_streams_are_added_by_the_mixes(checkpointing: bool) -> None:
+    """Each mix reads streams that the one before has passed on: autograd never adds two gradients of a stream."""
+    model = tiny_model().train()
+    if checkpointing:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    ids = random_ids(model.config)
+    nodes, seen, arriving = [model(ids, labels=ids).loss.grad_fn], set(), Counter()
+    while nodes:
+        node = nodes.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        for following, output in node.next_functions:
+            if following is not None:
+                nodes.append(following)
+                if following.name() == "AttentionResidualFunctionBackward":
+                    arriving[following, output] += 1
+    mixes = 2 * model.config.num_hidden_layers + 1
+    assert len({node for node, _ in arriving}) == mixes
+    assert max(count for (_, output), count in arriving.items() if output == 0) > 1  # projections that share an input
+    assert all(count == 1 for (_, output), count in arriving.items() if output > 0)
+    assert sum(output > 0 for _, output in arriving) > mixes
 
 
 def test_layers_mix_closed_blocks_and_the_running_sum() -> None:

@@ -137,10 +137,10 @@ def test_stages_that_pass_blocks_between_them_have_the_gradients_of_one_device(c
                 streams = received
             for layer in model.model.layers[first:last]:
                 hidden, *blocks = streams
-                output, _ = layer(hidden, *blocks)
-                streams = (output, *blocks, hidden) if layer.closes_block else (output, *blocks)
+                hidden, _, *blocks = layer(hidden, *blocks)
+                streams = (hidden, *blocks)
         hidden, *blocks = streams
-        logits = model.lm_head(model.model._mix_for_output(*blocks, hidden))
+        logits = model.lm_head(model.model._mix_for_output(*blocks, hidden)[0])
         model.loss_function(logits=logits, labels=ids, vocab_size=model.config.vocab_size).backward()
         for sent, received in reversed(boundaries):
             torch.autograd.backward(sent, [stream.grad for stream in received])
