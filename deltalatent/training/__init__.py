@@ -14,6 +14,7 @@ from deltalatent.training.balancing import (
     save_selection_bias,
     update_selection_bias,
 )
+from deltalatent.training.cuda_graph_trainer import CudaGraphTrainer
 from deltalatent.training.distributed import keep_float32
 from deltalatent.training.footprint import Footprint, footprint
 from deltalatent.training.lora import LoraTargets, lora_targets
@@ -24,6 +25,7 @@ from deltalatent.training.resuming import check_checkpoint, last_complete_checkp
 __all__ = [
     "BalanceReport",
     "BalancedRouter",
+    "CudaGraphTrainer",
     "Footprint",
     "LoraTargets",
     "MuonAdamW",
