@@ -81,9 +81,9 @@ def attention_residual_mix_backward_reference(
     if norm_weight is not None:
         mixed = torch.zeros_like(do)
         for source, weight in zip(sources, weights, strict=True):
-            mixed.addcmul_(source.to(w.dtype), weight[..., None])
+            mixed = torch.addcmul(mixed, source.to(w.dtype), weight[..., None])
         rho = torch.rsqrt(mixed.square().mean(-1, keepdim=True) + norm_eps)
-        normed = mixed.mul_(rho)
+        normed = mixed * rho
         dnorm_weight.append((do * normed).flatten(0, -2).sum(0).to(norm_weight.dtype))
         do = do * norm_weight.to(w.dtype)
         do = rho * (do - normed * (do * normed).mean(-1, keepdim=True))
@@ -101,7 +101,7 @@ def attention_residual_mix_backward_reference(
         along_s = dscore * score * r.square() / s.shape[-1]
         ds = weight[..., None] * do + along_w[..., None] * w - along_s[..., None] * s
         dsources.append((ds if later is None else ds + later).to(source.dtype))
-        dw += along_w.flatten() @ s.flatten(0, -2)
+        dw = dw + along_w.flatten() @ s.flatten(0, -2)
     if key_weight is None:
         return [*dsources, dw.to(query.dtype), *dnorm_weight]
     dquery, dkey_weight = dw * key_weight.to(w.dtype), dw * query.to(w.dtype)

@@ -18,9 +18,10 @@ from deltalatent.kernels.tiles import cdiv, next_power_of_2, register_limit
 
 # Lengths to which the tuple of sources is padded; the released model has up to 9.
 SOURCE_COUNTS = (4, 9, 16)
-# Programs of the backward pass: enough to fill a large chip several times, few enough that their partial sums are
-# small beside the sources. The same on every machine, so that the order of summation is, too.
+# Programs of the backward pass, or more until there are so many warps: enough to fill a large chip, few enough that
+# their partial sums are small beside the sources. The same on every machine, so that the order of summation is, too.
 MAX_PROGRAMS = 512
+MAX_WARPS = 2048
 # Registers for each thread: so few that several programs share a multiprocessor, and one loads while another waits.
 MAX_REGISTERS = 128
 
@@ -275,7 +276,8 @@ def attn_res_backward(
     rows = doutput.numel() // width
     if rows == 0:
         return dsources + [torch.zeros_like(weight) for weight in weights]
-    steps = cdiv(rows, MAX_PROGRAMS)
+    tile = _backward_tile(width)
+    steps = cdiv(rows, max(MAX_PROGRAMS, MAX_WARPS // tile["num_warps"]))
     programs = cdiv(rows, steps)
     dw = torch.empty(programs, width, dtype=torch.float32, device=query.device)
     dnorm = None if norm_weight is None else torch.empty_like(dw)
@@ -284,7 +286,7 @@ def attn_res_backward(
     attn_res_backward_kernel[(programs,)](
         _padded(sources), _padded(dsources), _padded(later) if arrived else None, arrived,
         query, key_weight, norm_weight, stats, doutput, dw, dnorm, rows, width, len(sources), norm_eps, steps,
-        **_backward_tile(width),
+        **tile,
     )  # fmt: skip
     dquery, dkey_weight, dnorm_weight = (
         None if weight is None else torch.empty_like(weight) for weight in (query, key_weight, norm_weight)
