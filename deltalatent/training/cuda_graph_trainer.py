@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from transformers import Trainer
+from transformers.trainer_utils import TrainOutput
 from transformers.training_args import OptimizerNames, TrainingArguments
 
 logger = logging.getLogger(__name__)
@@ -70,6 +71,15 @@ class CudaGraphTrainer(Trainer):
         self._steps: dict[tuple[Any, ...], CapturedStep] = {}
         self._seen: Counter[tuple[Any, ...]] = Counter()
         self._pool: Any = None
+
+    def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
+        """See `Trainer.train`. The graphs and their memory are given back at the end."""
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            self._steps.clear()
+            self._seen.clear()
+            self._pool = None
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
@@ -166,7 +176,7 @@ def _explain_once(names: tuple[str, ...]) -> None:
 
 def _check_arguments(args: TrainingArguments) -> None:
     """Raise ValueError for what a graph of one process cannot hold."""
-    options = args.gradient_checkpointing_kwargs
+    options = args.activation_checkpointing_kwargs
     preserve = options.get("preserve_rng_state", True) if isinstance(options, dict) else True
     obstacles = {
         f"a CUDA GPU is needed, got device {args.device}": args.device.type != "cuda",
@@ -180,9 +190,9 @@ def _check_arguments(args: TrainingArguments) -> None:
         f"`optim={args.optim}` steps during the backward pass: use another optimizer": (
             args.optim in (OptimizerNames.LOMO, OptimizerNames.ADALOMO)
         ),
-        "`gradient_checkpointing` saves the state of the random numbers, which waits for the GPU: if no dropout is "
-        'active, pass `gradient_checkpointing_kwargs={"use_reentrant": False, "preserve_rng_state": False}`': (
-            args.gradient_checkpointing and preserve
+        "`activation_checkpointing` saves the state of the random numbers, which waits for the GPU: if no dropout is "
+        'active, pass `activation_checkpointing_kwargs={"use_reentrant": False, "preserve_rng_state": False}`': (
+            args.activation_checkpointing and preserve
         ),
     }
     found = [message for message, present in obstacles.items() if present]

@@ -35,8 +35,8 @@ def samples(count: int, lengths: tuple[int, ...] = (LENGTH,), **fields: Any) -> 
 
 def train(
     kind: type[Trainer], model: nn.Module, folder: Path, data: list[dict[str, Any]], **arguments: Any
-) -> tuple[list[float], dict[str, Tensor], Trainer]:
-    """Losses of all steps, weights at the end, and the Trainer."""
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses of all steps, and the weights at the end."""
     callbacks = arguments.pop("callbacks", [])
     defaults: dict[str, Any] = {
         "output_dir": str(folder),
@@ -60,7 +60,7 @@ def train(
     )
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return losses, {name: tensor.cpu() for name, tensor in model.state_dict().items()}, trainer
+    return losses, {name: tensor.cpu() for name, tensor in model.state_dict().items()}
 
 
 @pytest.fixture
@@ -109,10 +109,10 @@ def test_losses_and_weights_are_those_of_the_trainer(
 ) -> None:
     """Of two shapes the micro-batches of one optimizer step come from different graphs, whose gradients meet."""
     data = samples(60, lengths)
-    expected, weights, _ = train(Trainer, tiny_model(), tmp_path, data, gradient_accumulation_steps=accumulation)
+    expected, weights = train(Trainer, tiny_model(), tmp_path, data, gradient_accumulation_steps=accumulation)
     model = tiny_model()
     replays = without_gpu(model)
-    losses, state, _ = train(CudaGraphTrainer, model, tmp_path, data, gradient_accumulation_steps=accumulation)
+    losses, state = train(CudaGraphTrainer, model, tmp_path, data, gradient_accumulation_steps=accumulation)
     assert losses == expected
     assert all(torch.equal(state[name], weights[name]) for name in weights)
     assert len(set(replays)) == len(lengths) * min(accumulation, 2), "graphs that were replayed"
@@ -122,7 +122,7 @@ def test_losses_and_weights_are_those_of_the_trainer(
 def test_a_mask_of_ones_is_left_out(without_gpu: Callable[[nn.Module], list[int]], tmp_path: Path) -> None:
     model = tiny_model()
     replays = without_gpu(model)
-    losses, _, _ = train(CudaGraphTrainer, model, tmp_path, samples(40, attention_mask=torch.ones_like))
+    losses, _ = train(CudaGraphTrainer, model, tmp_path, samples(40, attention_mask=torch.ones_like))
     assert len(replays) == 9 - CudaGraphTrainer.warmup_steps
     assert losses == train(Trainer, tiny_model(), tmp_path, samples(40))[0]
 
@@ -138,7 +138,7 @@ def test_what_depends_on_values_runs_eagerly_and_says_so_once(
     replays = without_gpu(model)
     data = samples(40, attention_mask=padded)
     with caplog.at_level(logging.WARNING, cuda_graph_trainer.__name__):
-        losses, _, _ = train(CudaGraphTrainer, model, tmp_path, data)
+        losses, _ = train(CudaGraphTrainer, model, tmp_path, data)
     assert not replays
     assert losses == train(Trainer, tiny_model(), tmp_path, data)[0]
     [record] = [record for record in caplog.records if record.name == cuda_graph_trainer.__name__]
@@ -155,9 +155,9 @@ def test_what_depends_on_values_runs_eagerly_and_says_so_once(
         ({"torch_compile": True}, "`torch_compile` has graphs of its own"),
         ({"torch_empty_cache_steps": 5}, "`torch_empty_cache_steps` cannot give back memory"),
         ({"optim": "lomo"}, "`optim=lomo` steps during the backward pass"),
-        ({"gradient_checkpointing": True}, '"preserve_rng_state": False'),
+        ({"activation_checkpointing": True}, '"preserve_rng_state": False'),
         (
-            {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
+            {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}},
             '"preserve_rng_state": False',
         ),
     ],
@@ -172,8 +172,8 @@ def test_arguments_that_a_graph_cannot_hold(fields: dict[str, Any], message: str
         "torch_compile": False,
         "torch_empty_cache_steps": None,
         "optim": "adamw_torch_fused",
-        "gradient_checkpointing": False,
-        "gradient_checkpointing_kwargs": None,
+        "activation_checkpointing": False,
+        "activation_checkpointing_kwargs": None,
     }
     cuda_graph_trainer._check_arguments(SimpleNamespace(**possible))
     with pytest.raises(ValueError, match="`CudaGraphTrainer` cannot run with these arguments: ") as caught:
@@ -207,15 +207,32 @@ def adapted(model: nn.Module) -> nn.Module:
 
 
 CHECKPOINTING = {
-    "gradient_checkpointing": True,
-    "gradient_checkpointing_kwargs": {"use_reentrant": False, "preserve_rng_state": False},
+    "activation_checkpointing": True,
+    "activation_checkpointing_kwargs": {"use_reentrant": False, "preserve_rng_state": False},
 }
+
+
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Losses of the graphs that were made."""
+    made: list[Tensor] = []
+    capture = cuda_graph_trainer.capture
+
+    def counted(step: Callable[[], Tensor], pool: Any) -> tuple[Callable[[], None], Tensor, Any]:
+        replay, loss, pool = capture(step, pool)
+        made.append(loss)
+        return replay, loss, pool
+
+    monkeypatch.setattr(cuda_graph_trainer, "capture", counted)
+    return made
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("how", ["plain", "checkpointing", "adapters"])
-def test_captured_training_is_eager_training(tmp_path: Path, how: str, accumulation: int) -> None:
+def test_captured_training_is_eager_training(
+    tmp_path: Path, captures: list[Tensor], how: str, accumulation: int
+) -> None:
     """With clipping and balancing of experts, in float32: what may differ is the order of sums in attention."""
     runs = []
     for kind in (Trainer, CudaGraphTrainer):
@@ -235,8 +252,8 @@ def test_captured_training_is_eager_training(tmp_path: Path, how: str, accumulat
                 **options,
             )
         )
-    (expected, weights, _), (losses, state, trainer) = runs
-    assert len(trainer._steps) == accumulation
+    (expected, weights), (losses, state) = runs
+    assert len(captures) == accumulation
     torch.testing.assert_close(losses, expected, rtol=1e-4, atol=0)
     assert losses[-1] < losses[0]
     for name, tensor in weights.items():
@@ -247,9 +264,9 @@ def test_captured_training_is_eager_training(tmp_path: Path, how: str, accumulat
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_captured_training_under_autocast(tmp_path: Path, precision: str) -> None:
+def test_captured_training_under_autocast(tmp_path: Path, captures: list[Tensor], precision: str) -> None:
     """fp16 with its loss scale, which changes between replays."""
-    expected, _, _ = train(Trainer, tiny_model(), tmp_path, samples(60), **{precision: True})
-    losses, _, trainer = train(CudaGraphTrainer, tiny_model(), tmp_path, samples(60), **{precision: True})
-    assert trainer._steps
+    expected, _ = train(Trainer, tiny_model(), tmp_path, samples(60), **{precision: True})
+    losses, _ = train(CudaGraphTrainer, tiny_model(), tmp_path, samples(60), **{precision: True})
+    assert len(captures) == 1
     torch.testing.assert_close(losses, expected, rtol=2.0**-8, atol=0)
