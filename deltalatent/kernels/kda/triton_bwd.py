@@ -328,9 +328,6 @@ def input_grad_kernel(
     key_at = rows[:, None] * (H * K) + cols[None, :]
     gate_start = (start * HV + i_h) * K
     gate_at = rows[:, None] * (HV * K) + cols[None, :]
-    g = tl.load(g_ptr + gate_start + gate_at, mask=mask, other=0.0)
-    q = tl.load(q_ptr + key_start + key_at, mask=mask, other=0.0)
-    k = tl.load(k_ptr + key_start + key_at, mask=mask, other=0.0)
 
     # Through the states: d(q_in), -d(k_in), d(k_out), and on the diagonal of dtotal that of the decay of the chunk.
     dq_in_t = tl.zeros((BD, C), dtype=tl.float32)
@@ -355,6 +352,9 @@ def input_grad_kernel(
     channel = tl.arange(0, BD)
     dtotal = tl.sum(tl.where(channel[:, None] == channel[None, :], dtotal, 0.0), 1)
 
+    g = tl.load(g_ptr + gate_start + gate_at, mask=mask, other=0.0)
+    q = tl.load(q_ptr + key_start + key_at, mask=mask, other=0.0)
+    k = tl.load(k_ptr + key_start + key_at, mask=mask, other=0.0)
     square = i * C + j
     dqk_t = tl.load(dqk_ptr + at * C * C + square)
     dkk_t = tl.load(dkk_ptr + at * C * C + square)
@@ -379,37 +379,42 @@ def input_grad_kernel(
     up_t = tl.exp2(G_t + CENTRE)
     down_t = tl.exp2(-G_t - CENTRE)
     in_t = up_t * (inverse * 2.0**-CENTRE)
-    q_t = channels_first(q, i, j, EXACT) * (q_norm * scale)[None, :]
-    k_t = channels_first(k, i, j, EXACT) * k_norm[None, :]
 
     # A pair of tokens i >= j adds to the decay of i what it takes from that of j. The two cancel for tokens up to j,
     # but only if both are made of the same rounded factors; the rest would add up over a whole chunk.
+    k_t = channels_first(k, i, j, EXACT) * k_norm[None, :]
     k_down_t = (k_t * down_t).to(dtype)
-    q_up_t = (q_t * up_t).to(dtype)
     k_up_t = (k_t * up_t).to(dtype)
+    far_t = in_t * dk_in_t
+    dk_t = -far_t - k_t * dk_k[None, :]
+    pairs_t = -k_t * far_t
+    far_t = dk_out_t * tl.exp2(G_end[:, None] - G_t) * inverse
+    dk_t += far_t
+    far_t *= k_t
+    behind = tl.sum(far_t, 1)
+    pairs_t -= far_t
+    q_t = channels_first(q, i, j, EXACT) * (q_norm * scale)[None, :]
+    q_up_t = (q_t * up_t).to(dtype)
+    dq_t = in_t * dq_in_t
+    pairs_t += q_t * dq_t
+    dq_t -= q_t * (dq_q / (scale * scale))[None, :]
     near_t = tl.dot(k_down_t, dqk_t, input_precision=PRECISION)
-    far_t = in_t * dq_in_t
-    dq_t = far_t + up_t * near_t
-    pairs_t = q_up_t.to(tl.float32) * near_t + q_t * far_t
-    dq_t = (dq_t - q_t * (dq_q / (scale * scale))[None, :]) * (q_norm * unit * scale)[None, :]
+    pairs_t += q_up_t.to(tl.float32) * near_t
+    dq_t = (dq_t + up_t * near_t) * (q_norm * unit * scale)[None, :]
     tl.store(dq_ptr + gate_start + gate_at, tl.trans(dq_t.to(dq_ptr.dtype.element_ty)), mask=mask)
     near_t = tl.dot(k_down_t, dkk_t, input_precision=PRECISION)
-    far_t = in_t * dk_in_t
-    dk_t = up_t * near_t - far_t
-    pairs_t += k_up_t.to(tl.float32) * near_t - k_t * far_t
+    pairs_t += k_up_t.to(tl.float32) * near_t
+    dk_t += up_t * near_t
     near_t = tl.dot(q_up_t, tl.trans(dqk_t), input_precision=PRECISION)
     near_t = tl.dot(k_up_t, tl.trans(dkk_t), near_t, input_precision=PRECISION)
-    far_t = dk_out_t * tl.exp2(G_end[:, None] - G_t) * inverse
-    dk_t += far_t + down_t * near_t
-    dk_t = (dk_t - k_t * dk_k[None, :]) * (k_norm * unit)[None, :]
+    pairs_t -= k_down_t.to(tl.float32) * near_t
+    dk_t = (dk_t + down_t * near_t) * (k_norm * unit)[None, :]
     tl.store(dk_ptr + gate_start + gate_at, tl.trans(dk_t.to(dk_ptr.dtype.element_ty)), mask=mask)
-    far_t *= k_t
-    pairs_t -= k_down_t.to(tl.float32) * near_t + far_t
 
     # x_i 2^G_i counts for the decay of every token up to i, y_j 2^-G_j against it, and y_j 2^(G_end - G_j) for every
     # token behind j: for all but those up to j.
     dg_t = sum_tokens(pairs_t, i >= j, EXACT)
-    dg_t += (tl.sum(far_t, 1) + dtotal * (inverse * tl.exp2(G_end)))[:, None]
+    dg_t += (behind + dtotal * (inverse * tl.exp2(G_end)))[:, None]
     natural: tl.constexpr = 0.6931471805599453 if EXACT else 0.6931471805599453 / 256.0
     dz_t = dg_t * slope_t * (natural * unit)
     rate = slope * -0.6931471805599453
@@ -473,7 +478,7 @@ def reverse_scan(
     )
 
 
-MAX_STATE_GRADS = 2**29
+MAX_STATE_GRADS = 2**28
 """Bytes of state gradients held at a time."""
 
 

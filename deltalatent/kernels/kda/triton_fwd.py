@@ -93,7 +93,7 @@ def choose_config(K: int, V: int, dtype: torch.dtype, gate_lower_bound: float, s
         precision=precision,
         gate_units=256.0 if half else 1.0,
         prepare_warps=4,
-        prepare_registers=168 if BK <= 128 else 255,
+        prepare_registers=255 if BK > 128 else 128 if half else 168,
         scan_warps=4 if BK <= 128 else 8,
         scan_stages=stages,
         BD=min(BK, 64),
@@ -358,36 +358,33 @@ def prepare_kernel(
     root_t = tl.rsqrt(1.0 + tl.exp2(channels_first(g, i, j, EXACT) * slope + bias[:, None]))
     g_t = root_t * root_t * tl.where(inside, lower_bound, 0.0)[None, :]
     G_t, G_end = cumulative_decay(g_t, i <= j, EXACT)
-    up_t = tl.exp2(G_t + CENTRE)
-    down_t = tl.exp2(-G_t - CENTRE)
     tl.store(decay_ptr + at * BK + cols, tl.exp2(G_end))
-
     q_norm = l2_scale(q.to(tl.float32))
     k_norm = l2_scale(k.to(tl.float32))
     tl.store(norm_ptr + at * 2 * C + rows, q_norm)
     tl.store(norm_ptr + at * 2 * C + C + rows, k_norm)
+
+    # One tile after the other, so that few are held at a time.
+    up_t = tl.exp2(G_t + CENTRE)
     q_t = channels_first(q, i, j, EXACT) * (q_norm * scale)[None, :]
-    k_t = channels_first(k, i, j, EXACT) * k_norm[None, :]
     q_up_t = q_t * up_t
-    k_up_t = k_t * up_t
-    k_down_t = k_t * down_t
-    if EXACT:
-        q_in_t = q_t * tl.exp2(G_t)
-        k_in_t = k_t * tl.exp2(G_t)
-        k_out_t = k_t * tl.exp2(G_end[:, None] - G_t)
-    else:
-        q_in_t = q_up_t * (2.0**-CENTRE)
-        k_in_t = k_up_t * (2.0**-CENTRE)
-        k_out_t = k_down_t * tl.exp2(G_end + CENTRE)[:, None]
+    q_in_t = q_t * tl.exp2(G_t) if EXACT else q_up_t * (2.0**-CENTRE)
     tl.store(q_in_ptr + wide_start + wide, q_in_t.to(dtype))
+    q_up_t = q_up_t.to(dtype)
+    k_t = channels_first(k, i, j, EXACT) * k_norm[None, :]
+    k_up_t = k_t * up_t
+    k_in_t = k_t * tl.exp2(G_t) if EXACT else k_up_t * (2.0**-CENTRE)
     tl.store(k_in_ptr + wide_start + wide, (-k_in_t).to(dtype))
+    k_up_t = k_up_t.to(dtype)
+    k_down_t = k_t * tl.exp2(-G_t - CENTRE)
+    k_out_t = k_t * tl.exp2(G_end[:, None] - G_t) if EXACT else k_down_t * tl.exp2(G_end + CENTRE)[:, None]
     tl.store(k_out_ptr + wide_start + wide, k_out_t.to(dtype))
     k_down_t = k_down_t.to(dtype)
 
     square = i * C + j
-    qk_t = tl.dot(tl.trans(k_down_t), q_up_t.to(dtype), input_precision=PRECISION)
+    qk_t = tl.dot(tl.trans(k_down_t), q_up_t, input_precision=PRECISION)
     tl.store(qk_ptr + at * C * C + square, tl.where(i <= j, qk_t, 0.0).to(dtype))
-    kk = tl.dot(tl.trans(k_up_t.to(dtype)), k_down_t, input_precision=PRECISION)
+    kk = tl.dot(tl.trans(k_up_t), k_down_t, input_precision=PRECISION)
     M = unit_lower_inverse(tl.where(i > j, kk * b[:, None], 0.0), C, PRECISION)
     tl.store(inverse_ptr + at * C * C + square, (M * b[None, :]).to(dtype))
 
