@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Latent attention in plain PyTorch: the absorbed form, documents in groups, keys block by block."""
 
-import math
 import weakref
 
 import pytest
@@ -299,10 +298,40 @@ def test_every_real_token_has_one_place(lengths, slack):
     scores = sum(count * length**2 for count, length in groups.shapes if length > 16)
     assert scores <= (4 / 3) ** 2 * sum(length**2 for length in lengths)
     assert places <= 4 / 3 * sum(lengths) + 16 * len(lengths)
-    # A document in the order of its tokens, then its first token again.
-    document = torch.cat([torch.full((length,), n) for n, length in enumerate(lengths)])
     if groups.tokens is not None:
-        for part in groups.tokens.split([math.prod(shape) for shape in groups.shapes]):
-            assert part.numel()
-        assert torch.equal(document[groups.targets], document[groups.tokens[groups.slots]])
-        assert torch.equal(groups.targets.sort().values, torch.arange(sum(lengths)))
+        real = torch.arange(sum(lengths))
+        assert torch.equal(groups.tokens[groups.places[real]], real)
+        assert len(groups.places[real].unique()) == sum(lengths)
+
+
+@pytest.mark.parametrize("fillers", [False, True], ids=["exact", "fillers"])
+@pytest.mark.parametrize("padding", [False, True], ids=["packed", "padded"])
+def test_gradients_move_back_the_same_way(padding, fillers):
+    """Those of what autograd would differentiate, for everything that a causal layer makes of the places."""
+    lengths = [24, 20 if fillers else 24, 17]
+    groups = packed_groups(lengths, sum(lengths) + 3 * padding)
+    x = normal(1, sum(lengths) + 3 * padding, 4).requires_grad_()
+    mixing = [normal(length, length).tril() for _, length in groups.shapes]
+
+    def attend(places):
+        outputs = [m @ part for m, part in zip(mixing, groups.split(places), strict=True)]
+        return torch.cat([output.flatten(0, 1) for output in outputs])[None]
+
+    actual = groups.scatter(attend(groups.gather(x)).sin())
+    real = torch.arange(sum(lengths))
+    plain = attend(x[:, groups.tokens]).sin()[:, groups.places[real]]
+    expected = torch.cat([plain, torch.zeros_like(x[:, sum(lengths) :])], dim=1)
+    torch.testing.assert_close(actual, expected, **EXACT)
+    weights = torch.randn_like(x)
+    grads = [torch.autograd.grad(y, x, weights, create_graph=True)[0] for y in (actual, expected)]
+    torch.testing.assert_close(*grads, **EXACT)
+    torch.testing.assert_close(*(torch.autograd.grad(g.square().sum(), x)[0] for g in grads), **EXACT)
+
+
+def test_nothing_but_padding_still_has_gradients():
+    groups = document_groups(sequence_layout(1, 3, cu_seqlens=torch.tensor([0, 0], dtype=torch.int32)))
+    x = normal(1, 3, 2).requires_grad_()
+    output = groups.scatter(2 * groups.gather(x))
+    assert not output.any()
+    (grad,) = torch.autograd.grad(output.sum(), x)
+    assert torch.equal(grad, torch.zeros_like(x))

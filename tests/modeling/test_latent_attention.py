@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from transformers import DynamicCache, StaticCache
 
+from deltalatent.kernels.latent_attention import document_groups
+from deltalatent.kernels.sequence_layout import sequence_layout
 from deltalatent.modeling import latent_attention, modeling_kimi_k3
 from tests.equivalence import EXACT, exact_model
 from tests.testing_common import assert_close, assert_gradients_close, gradients, left_padded, random_ids, tiny_model
@@ -117,6 +119,19 @@ def test_weights_that_are_not_the_whole_projection_are_called(padded: bool) -> N
                 model(ids[:, a:b], attention_mask=mask[:, :b], cache=cache).logits for a, b in ((0, 6), (6, 7), (7, 9))
             ]
             assert_close(torch.cat(pieces, 1)[mask.bool()], expected[mask.bool()], EXACT)
+
+
+def test_documents_compile_into_one_graph_with_the_same_gradients() -> None:
+    model = exact_model()
+    layer = next(x for x in model.modules() if isinstance(x, latent_attention.KimiK3LatentAttention))
+    offsets = torch.tensor([0, 20, 37], dtype=torch.int32)
+    view = latent_attention.CausalView(groups=document_groups(sequence_layout(1, 40, cu_seqlens=offsets)))
+    x = torch.randn(1, 40, model.config.hidden_size, dtype=torch.float64, requires_grad=True)
+    outputs = [run(x, view)[0] for run in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True))]
+    assert torch.equal(*outputs)
+    leaves = [x, *layer.parameters()]
+    for eager, compiled in zip(*(torch.autograd.grad(y.sin().sum(), leaves) for y in outputs), strict=True):
+        assert_close(compiled, eager, EXACT)
 
 
 def test_attention_weights_need_the_eager_function(caplog: pytest.LogCaptureFixture) -> None:

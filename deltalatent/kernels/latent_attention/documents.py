@@ -31,34 +31,40 @@ class DocumentGroups(NamedTuple):
 
     Attributes:
         shapes: (documents, longest length) of every group; their products sum to M.
-        tokens: int64 [M], the token of the flattened batch [B*T] at every place; a filler repeats the first token of
-            its document. `None` if the places are the tokens in order.
-        slots: int64 [L], the places that are no fillers. targets: int64 [L], `tokens` there.
         batch_shape: (B, T).
+        tokens: int64 [M], the token of the flattened batch [B*T] at every place; a filler repeats the first token of
+            its document. `None`, as all that follows, if the places are the tokens in order.
+        places: int64 [B*T], the place of every token; 0 at tokens of no document.
+        fillers: bool [M], True at places that are fillers; `None` if none is.
+        absent: bool [B*T], True at tokens of no document; `None` if none is.
     """
 
     shapes: tuple[tuple[int, int], ...]
-    tokens: Tensor | None
-    slots: Tensor | None
-    targets: Tensor | None
     batch_shape: tuple[int, int]
+    tokens: Tensor | None = None
+    places: Tensor | None = None
+    fillers: Tensor | None = None
+    absent: Tensor | None = None
 
     def gather(self, x: Tensor) -> Tensor:
-        """[B, T, D] -> [1, M, D]."""
+        """[B, T, D] -> [1, M, D]. Fillers get no gradient: causality keeps them from all that `scatter` keeps."""
         flat = x.flatten(0, 1)
-        return (flat if self.tokens is None else flat.index_select(0, self.tokens))[None]
+        if self.tokens is not None:
+            flat = _Move.apply(flat, self.tokens, None, self.places, self.absent)
+        return flat[None]
 
     def scatter(self, x: Tensor) -> Tensor:
         """[1, M, D] -> [B, T, D], zeros at tokens of no document; fillers are dropped."""
-        flat = x[0]
-        if self.slots is not None and self.targets is not None:
-            kept = flat.index_select(0, self.slots)
-            flat = x.new_zeros(math.prod(self.batch_shape), x.shape[2]).index_copy(0, self.targets, kept)
+        flat = x.squeeze(0)
+        if self.tokens is not None:
+            flat = _Move.apply(flat, self.places, self.absent, self.tokens, self.fillers)
         return flat.view(*self.batch_shape, x.shape[2])
 
     def split(self, x: Tensor) -> list[Tensor]:
         """[1, M, ...] -> views [documents, length, ...], one per group."""
-        parts = x[0].split([count * length for count, length in self.shapes])
+        # Not `x[0]`, nor a split into one part: their gradients are copies.
+        x = x.squeeze(0)
+        parts = x.split([count * length for count, length in self.shapes]) if len(self.shapes) > 1 else (x,)
         return [part.unflatten(0, shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
 
@@ -79,11 +85,12 @@ def document_groups(layout: SequenceLayout) -> DocumentGroups:
     starts, lengths = offsets[:-1], [end - start for start, end in itertools.pairwise(offsets)]
     order = sorted((n for n in range(len(lengths)) if lengths[n] > 0), key=lambda n: -lengths[n])
     device = layout.cu_seqlens.device
+    total = math.prod(layout.shape)
     if not order:
         # Nothing but padding, as a rank may get that has run out of data: one place that nothing is read from, so that
         # the layer's parameters take part in backward like those of the other ranks.
-        nothing = torch.zeros(0, dtype=torch.int64, device=device)
-        return DocumentGroups(((1, 1),), nothing.new_zeros(1), nothing, nothing, layout.shape)
+        tokens, places = (torch.zeros(n, dtype=torch.int64, device=device) for n in (1, total))
+        return DocumentGroups(((1, 1),), layout.shape, tokens, places, tokens == 0, places == 0)
     groups: list[list[int]] = []
     for n in order:
         longest = lengths[groups[-1][0]] if groups else 0
@@ -91,20 +98,44 @@ def document_groups(layout: SequenceLayout) -> DocumentGroups:
             groups.append([])
         groups[-1].append(n)
     shapes = tuple((len(group), lengths[group[0]]) for group in groups)
-    if layout.indices is None and len(shapes) == 1 and math.prod(shapes[0]) == math.prod(layout.shape):
-        return DocumentGroups(shapes, None, None, None, layout.shape)  # one length throughout: the batch as it is
+    if layout.indices is None and len(shapes) == 1 and math.prod(shapes[0]) == total:
+        return DocumentGroups(shapes, layout.shape)  # one length throughout: the batch as it is
 
     rooms = [length for count, length in shapes for _ in range(count)]
     table = torch.tensor([[starts[n] for n in order], [lengths[n] for n in order], rooms])
     first, length, room = table.to(device, non_blocking=True)  # per document, in the order of the groups
-    place = room.cumsum(0) - room
     document, within = _count_up(room, sum(rooms))
-    tokens = first[document] + torch.where(within < length[document], within, 0)
-    document, within = _count_up(length, sum(lengths))
-    slots = place[document] + within
+    is_filler = within >= length[document]
+    tokens = first[document] + within.masked_fill(is_filler, 0)
     if layout.indices is not None:
         tokens = layout.indices[tokens]
-    return DocumentGroups(shapes, tokens, slots, tokens[slots], layout.shape)
+    document, within = _count_up(length, sum(lengths))
+    slots = (room.cumsum(0) - room)[document] + within  # the places that are no fillers
+    places = tokens.new_zeros(total).index_copy(0, tokens[slots], slots)
+    is_absent = torch.ones(total, dtype=torch.bool, device=device).index_fill(0, tokens[slots], False)
+    fillers = is_filler if sum(rooms) > sum(lengths) else None
+    return DocumentGroups(shapes, layout.shape, tokens, places, fillers, is_absent if sum(lengths) < total else None)
+
+
+class _Move(torch.autograd.Function):
+    """Rows picked by an index, blank where told. The gradient moves the same way by the inverse index.
+
+    An index is followed by its inverse: what autograd would do, adding up gradients row by row with atomic additions,
+    is slower and not deterministic.
+    """
+
+    @staticmethod
+    def forward(
+        ctx, x: Tensor, index: Tensor, blank: Tensor | None, inverse: Tensor, inverse_blank: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(index, blank, inverse, inverse_blank)
+        moved = x.index_select(0, index)
+        return moved if blank is None else moved.masked_fill_(blank[:, None], 0)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        index, blank, inverse, inverse_blank = ctx.saved_tensors
+        return _Move.apply(grad, inverse, inverse_blank, index, blank), None, None, None, None
 
 
 def _count_up(sizes: Tensor, total: int) -> tuple[Tensor, Tensor]:
