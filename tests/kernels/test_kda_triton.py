@@ -90,12 +90,15 @@ def check(inputs, **options):
         assert torch.isfinite(actual[name]).all(), f"{name} is not finite"
         error, error_plain = ((y[name].double() - x).abs().max().item() for y in (actual, plain))
         # Chunked sums of 32 terms behind factors of up to 2^58: some 100 roundings of the largest element.
+        rounding = 100 * torch.finfo(torch.float32).eps
+        if DEVICE.type == "cuda":
+            rounding *= 2  # products are made of three tf32 ones there, which round to 2^-22
         scale = x.abs().max().item()
         if name == "A_log":
             scale = max(scale, channel_sums(exact, inputs).norm(dim=-1).max().item())
         if name == "dt_bias":  # a sum over tokens, whose parts cancel likewise
             scale = max(scale, exact["g"].norm(dim=(0, 1)).max().item())
-        allowed = 2 * error_plain + 100 * torch.finfo(torch.float32).eps * scale + 1e-9
+        allowed = 2 * error_plain + rounding * scale + 1e-9
         assert error <= allowed, f"{name}: error {error:.3e}, allowed {allowed:.3e}"
     return actual
 
