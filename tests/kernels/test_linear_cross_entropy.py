@@ -44,11 +44,11 @@ def test_chunks_are_the_definition(chunk_size, num_items):
 @pytest.mark.parametrize(
     ("tokens", "words", "expected"),
     [
-        (8192, 163840, 768),  # 819 at most: ten chunks and one of two tokens, were they not equal
-        (16384, 32000, 4096),
+        (8192, 163840, 1408),  # 1638 at most: five chunks and one of two tokens, were they not equal
+        (16384, 32000, 8192),
         (100, 32000, 128),  # one chunk
         (0, 32000, 128),
-        (1000, 2**27 // 3, 3),  # too large a vocabulary for whole tiles
+        (1000, 2**28 // 3, 3),  # too large a vocabulary for whole tiles
         (5, 2**28, 1),
     ],
 )

@@ -15,7 +15,7 @@ for every reader. Under `torch.compile` sources are not passed on, and the Trito
 | `deltalatent::attn_res(sources, query, key_weight, norm_weight, eps, norm_eps)` | output, stats |
 | `deltalatent::attn_res_backward(..., stats, doutput, norm_eps)` | dsources + dquery (+ dkey, dnorm) |
 
-and the PyTorch form is traced.
+and the PyTorch form is traced and differentiated by PyTorch. (Version 2.11 traces the function to wrong gradients.)
 """
 
 from __future__ import annotations
@@ -198,12 +198,12 @@ def attn_res(
     pass_on: bool,
 ) -> tuple[Tensor, list[Tensor]]:
     """The mix [..., D] by the named implementation, and the sources for later mixes; differentiable, once."""
-    is_compiling = torch.compiler.is_compiling()
-    if impl == "triton" and is_compiling:
-        return attn_res_op(sources, query, key_weight, norm_weight, eps, norm_eps)[0], sources
+    if torch.compiler.is_compiling():
+        if impl == "triton":
+            return attn_res_op(sources, query, key_weight, norm_weight, eps, norm_eps)[0], sources
+        return _torch_forward(sources, query, key_weight, norm_weight, eps, norm_eps, False)[0], sources
     tensors = (query, key_weight, norm_weight, *sources)
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
-        pass_on = pass_on and not is_compiling
         results = AttentionResidualFunction.apply(
             impl, eps, norm_eps, pass_on, query, key_weight, norm_weight, *sources
         )
@@ -211,5 +211,4 @@ def attn_res(
             return results, sources
         output, *passed = results
         return output, [new if old.requires_grad else old for old, new in zip(sources, passed, strict=True)]
-    # `torch.compile` cannot trace the function above where nothing needs a gradient.
     return FORWARD[impl](sources, query, key_weight, norm_weight, eps, norm_eps, False)[0], sources

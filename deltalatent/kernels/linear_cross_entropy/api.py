@@ -14,8 +14,8 @@ from deltalatent.kernels.tiles import cdiv
 
 TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
-CHUNK_LOGITS = 2**27
-"""Logits that exist at a time unless the caller says otherwise: 256 MiB in bf16, 819 tokens of 163,840 words."""
+CHUNK_LOGITS = 2**28
+"""Logits that exist at a time unless the caller says otherwise: 512 MiB in bf16, 1638 tokens of 163,840 words."""
 
 
 TILE = 128
@@ -46,7 +46,7 @@ def linear_cross_entropy(
         targets: integers [...] in [0, V), or `ignore_index` where there is no target. Not shifted here.
         num_items: What the sum is divided by; `None` for the number of targets (NaN if there is none).
         ignore_index: See `targets`.
-        chunk_size: Tokens per chunk, at least 1; `None` makes equal ones of about 2^27 logits.
+        chunk_size: Tokens per chunk, at least 1; `None` makes equal ones of about 2^28 logits.
         impl: `"auto"`, `"triton"` or `"torch"`: what computes the softmax of a chunk and its gradient.
 
     Returns:

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton kernel of the cross-entropy of logits: the losses, and the logits turned into their gradient in place.
 
-Alphabet: N tokens, V words. A program works on the logits of one token, BV at a time; twice, the second time from the
-cache.
+Alphabet: N tokens, V words. A program works on the logits of one token, BV at a time; twice, the second time
+backwards: what it has read last is still in the cache.
 """
 
 import torch
@@ -49,8 +49,9 @@ def softmax_cross_entropy_kernel(
         if WITH_GRADIENT:
             # The gradient takes the place of logits: of the target's, not before every warp has read it.
             tl.debug_barrier()
-            for first in range(0, V, BV):
-                word = first + tl.arange(0, BV)
+            last = tl.cdiv(V, BV) * BV - BV
+            for before in range(0, V, BV):
+                word = last - before + tl.arange(0, BV)
                 x = tl.load(row + word, mask=word < V, other=0.0).to(tl.float32)
                 gradient = tl.exp(x - log_sum) - tl.where(word == target, 1.0, 0.0)
                 tl.store(row + word, gradient.to(logits.dtype.element_ty), mask=word < V)
