@@ -439,7 +439,7 @@ def profile(make: Callable[[], Any], settings: Settings, label: str) -> dict[str
         "wall_ms": wall,
         "busy_ms": sum(ms for ms, _, _ in table) if on_gpu else None,
         "launches": sum(count for _, count, _ in table),
-        "kernels": [{"ms": ms, "count": count, "name": name} for ms, count, name in table[:40]],
+        "kernels": [{"ms": ms, "count": count, "name": name} for ms, count, name in table[:80]],
     }
 
 
