@@ -546,3 +546,26 @@ def test_no_synchronisation_of_triton_on_gpu():
         triton_form(*leaves, cu_seqlens=offsets)[0].sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_memory_of_the_triton_backward_on_gpu():
+    """Per token and head: what `prepare` makes, a state per chunk, u, dv and sums; of state gradients 256 MiB in all.
+
+    dq, dk and dg take the place of buffers, so that nothing else is of the size of an input.
+    """
+    tokens, heads, width, chunk = 32768, 32, 128, 32
+    inputs = random_inputs(1, tokens, heads, width, width, dtype=torch.bfloat16)
+    leaves = [inputs[n].requires_grad_() for n in NAMES]
+    peaks = []
+    for _ in range(2):  # the first call loads the kernels
+        o = triton_form(*leaves)[0]
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        torch.autograd.grad(o, leaves, inputs["v"])
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    # Values of two bytes: q_in, k_in, k_out; qk and M; the state; u and dv; dbeta.
+    half = 3 * width + 2 * chunk + width * width / chunk + 2 * width + 1
+    full = 3 * width / chunk + 4  # of four: the decay and the sums for dt_bias and A_log; norms and radial
+    expected = tokens * heads * (2 * half + 4 * full) + 2**28
+    assert peaks[1] <= 1.02 * expected, (peaks, expected)
