@@ -105,36 +105,50 @@ def choose_backward_kernel(
     tl.store(dlogits + token * E + expert, dscore * score * (1.0 - score), mask=inside)
 
 
-@triton.jit(do_not_specialize=["T", "E"])
-def count_kernel(
-    flat, scores, cutoff, bias, mask, selected, T, E, K: tl.constexpr, B: tl.constexpr, HAS_MASK: tl.constexpr,
-    BT: tl.constexpr, BE: tl.constexpr, EP: tl.constexpr,
-):  # fmt: skip
-    """Add to flat int32 [E B + E + 1]: counts, loads, tokens. Integers, so that the order does not matter."""
-    token = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
+@triton.jit
+def find_counted(cutoff, mask, token, T, HAS_MASK: tl.constexpr):
+    """Cutoffs of tokens, zero where they do not count, and whether they do."""
     real = token < T
     limit = tl.load(cutoff + token, mask=real, other=float("inf"))
     counted = real & (tl.abs(limit) < float("inf"))
     if HAS_MASK:
         counted = counted & (tl.load(mask + token, mask=real, other=0) != 0)
-    limit = tl.where(counted, limit, 0.0)
+    return tl.where(counted, limit, 0.0), counted
+
+
+@triton.jit(do_not_specialize=["T", "E", "blocks"])
+def count_kernel(
+    flat, scores, cutoff, bias, mask, selected, T, E, blocks, K: tl.constexpr, B: tl.constexpr, HAS_MASK: tl.constexpr,
+    BT: tl.constexpr, BE: tl.constexpr, EP: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """Add to flat int32 [E B + E + 1]: counts, loads, tokens. Integers, so that the order does not matter.
+
+    Programs below `blocks` count bins. The others count PAIRS pairs each on their own first: there are many of them to
+    an expert, and additions to one address wait for each other.
+    """
     every = tl.arange(0, EP)
-    low = tl.min(tl.load(bias + every, mask=every < E, other=float("inf")), axis=0)
-    high = tl.max(tl.load(bias + every, mask=every < E, other=float("-inf")), axis=0)
-    scale = tl.div_rn(B * 1.0, high - low + 2.0)
-    low = low - 1.0
-    for first in range(tl.program_id(1) * BE, E, tl.num_programs(1) * BE):
-        expert = first + tl.arange(0, BE)
-        inside = counted[:, None] & (expert < E)[None, :]
-        score = tl.load(scores + token[:, None] * E + expert[None, :], mask=inside, other=0.0)
-        bins = ((limit[:, None] - score - low) * scale).to(tl.int32)
-        bins = tl.minimum(tl.maximum(bins, 0), B - 1)
-        tl.atomic_add(flat + expert[None, :] * B + bins, 1, mask=inside, sem="relaxed")
-    if tl.program_id(1) == 0:
-        for j in tl.static_range(K):
-            chosen = tl.load(selected + token * K + j, mask=counted, other=0)
-            tl.atomic_add(flat + E * B + chosen, 1, mask=counted, sem="relaxed")
-        tl.atomic_add(flat + E * B + E, tl.sum(counted.to(tl.int32), axis=0), sem="relaxed")
+    if tl.program_id(0) < blocks:
+        token = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
+        limit, counted = find_counted(cutoff, mask, token, T, HAS_MASK)
+        low = tl.min(tl.load(bias + every, mask=every < E, other=float("inf")), axis=0)
+        high = tl.max(tl.load(bias + every, mask=every < E, other=float("-inf")), axis=0)
+        scale = tl.div_rn(B * 1.0, high - low + 2.0)
+        low = low - 1.0
+        for first in range(tl.program_id(1) * BE, E, tl.num_programs(1) * BE):
+            expert = first + tl.arange(0, BE)
+            inside = counted[:, None] & (expert < E)[None, :]
+            score = tl.load(scores + token[:, None] * E + expert[None, :], mask=inside, other=0.0)
+            bins = ((limit[:, None] - score - low) * scale).to(tl.int32)
+            bins = tl.minimum(tl.maximum(bins, 0), B - 1)
+            tl.atomic_add(flat + expert[None, :] * B + bins, 1, mask=inside, sem="relaxed")
+    elif tl.program_id(1) == 0:
+        pair = (tl.program_id(0) - blocks).to(tl.int64) * PAIRS + tl.arange(0, PAIRS)
+        _, counted = find_counted(cutoff, mask, pair // K, T, HAS_MASK)
+        chosen = tl.load(selected + pair, mask=counted, other=0).to(tl.int32)
+        loads = tl.histogram(chosen, EP, mask=counted)
+        tl.atomic_add(flat + E * B + every, loads, mask=(every < E) & (loads > 0), sem="relaxed")
+        tokens = tl.sum((counted & (pair % K == 0)).to(tl.int32), axis=0)
+        tl.atomic_add(flat + E * B + E, tokens, sem="relaxed")
 
 
 def _warps(columns: int) -> int:
@@ -204,11 +218,12 @@ def count(
 ) -> None:
     """Add one micro-batch to `flat`; inputs contiguous."""
     T, E = scores.shape
-    BT, BE = 16, 64
+    BT, BE, PAIRS = 32, 64, 4096
+    blocks = cdiv(T, BT)
     # Many programs even for few tokens, each with some columns of its own.
     columns = min(cdiv(E, BE), 4)
-    count_kernel[(cdiv(T, BT), columns)](
-        flat, scores, cutoff, bias, mask, selected, T, E,
-        K=selected.shape[1], B=num_bins, HAS_MASK=mask is not None, BT=BT, BE=BE, EP=next_power_of_2(E),
+    count_kernel[(blocks + cdiv(selected.numel(), PAIRS), columns)](
+        flat, scores, cutoff, bias, mask, selected, T, E, blocks,
+        K=selected.shape[1], B=num_bins, HAS_MASK=mask is not None, BT=BT, BE=BE, EP=next_power_of_2(E), PAIRS=PAIRS,
         num_warps=4,
     )  # fmt: skip
