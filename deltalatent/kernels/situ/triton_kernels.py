@@ -10,23 +10,28 @@ from deltalatent.kernels.tiles import cdiv
 
 
 @triton.jit
-def tanh(x):
-    """Through exponentials; by its series where these would cancel. Relative error about 4e-7."""
+def tanh_fraction(x):
+    """Numerator and denominator of tanh: exponentials, or, near zero where these would cancel, its series. About 4e-7.
+
+    Kept apart because divisions and exponentials, which share a slow unit, are what the gated units wait for.
+    """
     e = tl.exp(-2.0 * tl.abs(x))
-    far = (1.0 - e) / (1.0 + e)
     square = x * x
     near = x * (1.0 + square * (-1.0 / 3.0 + square * (2.0 / 15.0 - square * (17.0 / 315.0))))
-    return tl.where(square < 0.01, near, tl.where(x < 0, -far, far))
+    far = tl.where(x < 0, e - 1.0, 1.0 - e)
+    return tl.where(square < 0.01, near, far), tl.where(square < 0.01, 1.0, 1.0 + e)
 
 
 @triton.jit
 def gated_unit(gate, up, beta, linear_beta, SITU: tl.constexpr):
     """SiTU-GLU, or SwiGLU, of float32 branches."""
-    sigmoid = tl.sigmoid(gate)
+    below_sigmoid = 1.0 + tl.exp(-gate)
     if SITU:
-        value = beta * tanh(gate / beta) * sigmoid * (linear_beta * tanh(up / linear_beta))
+        t, below_t = tanh_fraction(gate * (1.0 / beta))
+        u, below_u = tanh_fraction(up * (1.0 / linear_beta))
+        value = (beta * linear_beta) * (t * u) / (below_t * below_u * below_sigmoid)
     else:
-        value = gate * sigmoid * up
+        value = gate * up / below_sigmoid
     return value
 
 
@@ -35,8 +40,10 @@ def gated_unit_gradients(gate, up, beta, linear_beta, SITU: tl.constexpr):
     """Value of the gated unit, and its derivatives by `gate` and by `up`."""
     sigmoid = tl.sigmoid(gate)
     if SITU:
-        t = tanh(gate / beta)
-        u = tanh(up / linear_beta)
+        t, below_t = tanh_fraction(gate * (1.0 / beta))
+        u, below_u = tanh_fraction(up * (1.0 / linear_beta))
+        t /= below_t
+        u /= below_u
         left = beta * t * sigmoid
         right = linear_beta * u
         dleft = sigmoid * (1.0 - t * t + beta * t * (1.0 - sigmoid))
