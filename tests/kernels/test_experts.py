@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Routed experts: the definition in float64 → the loop in PyTorch → Triton; gradients, routing, messages."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -180,6 +182,33 @@ def test_triton_plan_sorts_stably_and_leaves_out_who_is_elsewhere(num_tokens):
 
 
 @needs_triton
+@pytest.mark.parametrize("gather_left", [True, False], ids=["gather-left", "gather-right"])
+@pytest.mark.parametrize("panel", [True, False], ids=["panel", "tiles"])
+def test_triton_weight_gradients_of_any_number_of_rows(panel, gather_left):
+    """Each way to sum over the rows of an expert; sorted rows of pairs that are elsewhere are never read."""
+    from deltalatent.kernels.experts import triton_launch
+    from deltalatent.kernels.experts.triton_plan import make_plan
+
+    rows, K, M, N = (0, 5, 128, 150, 180, 200), 3, 72, 136
+    expert = torch.cat([torch.full((n,), e) for e, n in enumerate((*rows, 9))]).to(DEVICE)
+    index = expert[torch.randperm(len(expert), device=DEVICE)].view(-1, K)
+    _, plan = make_plan(index, len(rows), 16, 0)
+    of_tokens = torch.randn(len(index), M if gather_left else N, device=DEVICE).half()
+    of_pairs = torch.randn(index.numel(), N if gather_left else M, device=DEVICE).half()
+    of_pairs[sum(rows) :] = float("nan")
+    config = triton_launch.choose_config(index.numel(), len(rows), torch.float16, DEVICE)
+    config = config._replace(gradient=triton_launch.GradientTile(64, 128, 64, 4, 3, panel))
+    left, right = (of_tokens, of_pairs) if gather_left else (of_pairs, of_tokens)
+    like = torch.empty(len(rows), M, N, dtype=torch.float16, device=DEVICE)
+    actual = triton_launch.weight_gradient(left, right, like, plan, config, top_k=K, gather_left=gather_left)
+    gathered = of_tokens[plan.order.long() // K]
+    left, right = (gathered, of_pairs) if gather_left else (of_pairs, gathered)
+    for e, (first, last) in enumerate(zip(plan.offsets.tolist(), plan.offsets.tolist()[1:], strict=False)):
+        exact, plain = (left[first:last].to(t).T @ right[first:last].to(t) for t in (torch.float64, torch.float32))
+        assert_as_exact_as_plain(actual[e], exact, plain.half(), f"expert {e}")
+
+
+@needs_triton
 def test_triton_takes_any_layout_and_no_tokens():
     (x, gate_up, down, index, weights), _ = random_case(6, 2, 3, 16, 16, torch.float32, device=DEVICE)
     expected = grouped_experts(x, gate_up, down, index, weights, impl="torch")
@@ -278,6 +307,15 @@ def test_gpu_runs_repeat_bit_for_bit():
     inputs, dy = random_case(2048, 8, 64, 256, 256, torch.bfloat16, few_in_use, DEVICE)
     first, second = evaluate("triton", inputs, dy), evaluate("triton", inputs, dy)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.gpu
+def test_gpu_is_first_to_use_the_device_in_a_thread():
+    """As in the first backward pass of a process: autograd's thread has no CUDA context yet."""
+    inputs, _ = random_case(512, 8, 32, 128, 128, torch.bfloat16, device=DEVICE)
+    with ThreadPoolExecutor(1) as pool:
+        actual = pool.submit(grouped_experts, *inputs, impl="triton").result()
+    assert torch.equal(actual, grouped_experts(*inputs, impl="triton"))
 
 
 @pytest.mark.gpu

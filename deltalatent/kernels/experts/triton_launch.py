@@ -21,11 +21,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from deltalatent.kernels.experts.plan_layout import SMALLEST_TILE, Plan, plan_views
+from deltalatent.kernels.experts.triton_gradients import weight_gradient_kernel
 from deltalatent.kernels.experts.triton_plan import make_plan
-from deltalatent.kernels.experts.triton_products import product_kernel, weight_gradient_kernel
+from deltalatent.kernels.experts.triton_products import product_kernel
 from deltalatent.kernels.experts.triton_rows import combine_kernel, gated_unit_backward_kernel, gated_unit_kernel
 from deltalatent.kernels.tiles import cdiv, device_limits, next_power_of_2
 
@@ -42,13 +42,17 @@ class ProductTile(NamedTuple):
 
 
 class GradientTile(NamedTuple):
-    """Block sizes and launch parameters of the weight gradients."""
+    """Block sizes and launch parameters of the weight gradients.
+
+    `panel`: all tiles of BN columns in one program, for experts that have few rows and are many themselves.
+    """
 
     BM: int
     BN: int
     BK: int
     warps: int
     stages: int
+    panel: bool
 
 
 class Config(NamedTuple):
@@ -56,7 +60,6 @@ class Config(NamedTuple):
 
     product: ProductTile
     gradient: GradientTile
-    tma: bool
     precision: str
 
 
@@ -69,20 +72,23 @@ def choose_config(num_pairs: int, num_experts: int, dtype: torch.dtype, device: 
         BT = min(BT, 64)
         # Three tf32 products make one of float32 precision; AMD's compiler has none.
         precision = "tf32x3" if torch.version.hip is None else "ieee"
-        return Config(ProductTile(64, 32, BT, 0, 4, 2), GradientTile(64, 64, 32, 4, 2), False, precision)
+        return Config(ProductTile(64, 32, BT, 0, 4, 2), GradientTile(64, 64, 32, 4, 2, False), precision)
     if BT <= 32:
         product = ProductTile(64, 128, BT, 0, 4, 4)
     elif BT == 64:
         product = ProductTile(128, 64, 64, 0, 4, 3)
     else:
         product = ProductTile(128, 64, 128, 32 if average < 512 else 0, 4, 3)
-    gradient = GradientTile(128, 128, 64, 8, 3)
     fitting = _fitting_stages(limits.shared_memory, 2 * product.BK * (product.BM + product.BT + product.TAIL))
     product = product._replace(stages=min(product.stages, fitting))
-    fitting = _fitting_stages(limits.shared_memory, 2 * gradient.BK * (gradient.BM + gradient.BN))
-    gradient = gradient._replace(stages=min(gradient.stages, fitting))
-    has_copy_engine = limits.capability >= (9, 0)
-    return Config(product, gradient, has_copy_engine and BT >= 64, "ieee")
+    if limits.capability >= (9, 0) and average <= 160 and num_experts >= 64:
+        gradient = GradientTile(64, 128, 64, 4, 3, True)
+    else:
+        gradient = GradientTile(128, 128, 64, 8, 5, False)
+        # Rows are asked for after the numbers of their tokens: two stages to a buffer.
+        fitting = 2 * _fitting_stages(limits.shared_memory, 2 * gradient.BK * (gradient.BM + gradient.BN)) - 1
+        gradient = gradient._replace(stages=min(gradient.stages, fitting))
+    return Config(product, gradient, "ieee")
 
 
 def _fitting_stages(shared_memory: int, stage_bytes: int) -> int:
@@ -97,13 +103,9 @@ def grouped_product(
     tile = config.product
     IN, OUT = w.shape[1:] if transposed else (w.shape[2], w.shape[1])
     y = torch.empty(plan.order.shape[0], OUT, dtype=x.dtype, device=x.device)
-    # The copy engine wants rows and addresses of a multiple of 16 bytes.
-    tma = config.tma and w.shape[2] * w.element_size() % 16 == 0 and w.data_ptr() % 16 == 0
-    block = [1, tile.BK, tile.BM] if transposed else [1, tile.BM, tile.BK]
     product_kernel[(plan.num_tiles * cdiv(OUT, tile.BM),)](
-        x, TensorDescriptor.from_tensor(w, block) if tma else w, plan.order, plan.tiles, y,
-        plan.num_tiles, top_k, OUT, IN,
-        GATHER=gather, TRANSPOSED=transposed, BM=tile.BM, BT=tile.BT, TAIL=tile.TAIL, BK=tile.BK, TMA=tma,
+        x, w, plan.order, plan.tiles, y, plan.num_tiles, OUT, IN, K=top_k,
+        GATHER=gather, TRANSPOSED=transposed, BM=tile.BM, BT=tile.BT, TAIL=tile.TAIL, BK=tile.BK,
         EVEN_M=OUT % tile.BM == 0, EVEN_K=IN % tile.BK == 0, PRECISION=config.precision,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
@@ -117,9 +119,10 @@ def weight_gradient(
     tile = config.gradient
     E, M, N = w.shape
     dw = torch.empty(E, M, N, dtype=w.dtype, device=w.device)
-    weight_gradient_kernel[(E * cdiv(M, tile.BM) * cdiv(N, tile.BN),)](
-        left, right, plan.order, plan.offsets, dw, top_k, M, N,
-        GATHER_LEFT=gather_left, BM=tile.BM, BN=tile.BN, BK=tile.BK,
+    blocks_m = 1 if tile.panel else cdiv(M, tile.BM)
+    weight_gradient_kernel[(E * blocks_m * cdiv(N, tile.BN),)](
+        left, right, plan.order, plan.offsets, dw, M, N,
+        K=top_k, GATHER_LEFT=gather_left, PANEL=tile.panel, BM=tile.BM, BN=tile.BN, BK=tile.BK,
         EVEN_M=M % tile.BM == 0, EVEN_N=N % tile.BN == 0, PRECISION=config.precision,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

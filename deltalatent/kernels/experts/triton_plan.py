@@ -15,7 +15,7 @@ import triton.language as tl
 from deltalatent.kernels.experts.plan_layout import Plan, counts_all_pairs, plan_size, plan_views
 from deltalatent.kernels.tiles import cdiv, next_power_of_2
 
-CHUNK = 512
+CHUNK = 256
 """Pairs that one program of the counting sort takes."""
 
 
@@ -67,11 +67,11 @@ def histogram_kernel(expert_of, counts, S, E, EP: tl.constexpr, CHUNK: tl.conste
     tl.store(counts + tl.program_id(0) * EP + tl.arange(0, EP), tl.histogram(expert, EP))
 
 
-@triton.jit(do_not_specialize=["E", "chunks"])
-def scan_kernel(counts, offsets, E, chunks, EP: tl.constexpr, ROWS: tl.constexpr):
-    """Replace counts by those of earlier chunks, in place; offsets [E+1]. A single program."""
-    expert = tl.arange(0, EP)
-    total = tl.zeros([EP], tl.int32)
+@triton.jit(do_not_specialize=["chunks"])
+def scan_kernel(counts, chunks, EP: tl.constexpr, BE: tl.constexpr, ROWS: tl.constexpr):
+    """Replace counts [chunks + 1, EP] by those of earlier chunks, in place; the last row becomes those of all."""
+    expert = tl.program_id(0) * BE + tl.arange(0, BE)
+    total = tl.zeros([BE], tl.int32)
     for first in range(0, chunks, ROWS):
         chunk = first + tl.arange(0, ROWS)
         place = counts + chunk[:, None] * EP + expert[None, :]
@@ -80,7 +80,7 @@ def scan_kernel(counts, offsets, E, chunks, EP: tl.constexpr, ROWS: tl.constexpr
         before = tl.cumsum(values, axis=0) - values
         tl.store(place, before + total[None, :], mask=mask)
         total += tl.sum(values, axis=0)
-    tl.store(offsets + expert, tl.cumsum(total, axis=0) - total, mask=expert <= E)
+    tl.store(counts + chunks * EP + expert, total)
 
 
 @triton.jit
@@ -94,27 +94,27 @@ def place_kernel(
     expert_of, counts, order, inverse, offsets, tiles, S, E, chunks, num_tiles, EP: tl.constexpr, BT: tl.constexpr,
     TAIL: tl.constexpr, CHUNK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Programs below `chunks` place the pairs of a chunk; one more for each expert, and one, list the tiles."""
+    """Programs below `chunks` place the pairs of a chunk; one more per expert, and a last one, list the tiles."""
+    every = tl.arange(0, EP)
+    size = tl.load(counts + chunks * EP + every)
+    begin = tl.cumsum(size, axis=0) - size
     if tl.program_id(0) < chunks:
         i = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
         mine = load_experts(expert_of, i, S, E)
-        row = tl.load(offsets + mine) + tl.load(counts + tl.program_id(0) * EP + mine)
-        for first in range(0, CHUNK, STEP):
+        earlier = tl.zeros([CHUNK, STEP], tl.int32)
+        for first in tl.static_range(0, CHUNK, STEP):
             j = tl.program_id(0) * CHUNK + first + tl.arange(0, STEP)
             other = load_experts(expert_of, j, S, E)
-            earlier = (other[None, :] == mine[:, None]) & (j[None, :] < i[:, None])
-            row += tl.sum(earlier.to(tl.int32), axis=1)
+            earlier += ((other[None, :] == mine[:, None]) & (j[None, :] < i[:, None])).to(tl.int32)
+        row = tl.gather(begin, mine, 0) + tl.load(counts + tl.program_id(0) * EP + mine) + tl.sum(earlier, axis=1)
         tl.store(order + row, i, mask=i < S)
         tl.store(inverse + i, tl.where(mine < E, row, -1), mask=i < S)
     else:
         expert = tl.program_id(0) - chunks
-        every = tl.arange(0, EP)
-        begin = tl.load(offsets + every, mask=every < E, other=0)
-        end = tl.load(offsets + every + 1, mask=every < E, other=0)
-        before = tl.sum(tl.where(every < expert, tiles_of(end - begin, BT, TAIL), 0))
+        before = tl.sum(tl.where(every < expert, tiles_of(size, BT, TAIL), 0))
         if expert < E:
-            start = tl.load(offsets + expert)
-            rows = tl.load(offsets + expert + 1) - start
+            start = tl.sum(tl.where(every < expert, size, 0))
+            rows = tl.load(counts + chunks * EP + expert)
             count = tiles_of(rows, BT, TAIL)
             for done in range(0, count, STEP):
                 i = done + tl.arange(0, STEP)
@@ -123,6 +123,7 @@ def place_kernel(
                 tl.store(place + num_tiles, start + i * BT, mask=i < count)
                 tl.store(place + 2 * num_tiles, tl.where(i == count - 1, rows - i * BT, BT), mask=i < count)
         else:
+            tl.store(offsets + every, begin, mask=every <= E)
             for done in range(before, num_tiles, STEP):
                 i = done + tl.arange(0, STEP)
                 tl.store(tiles + 2 * num_tiles + i, 0, mask=i < num_tiles)
@@ -145,9 +146,10 @@ def make_plan(top_k_index: torch.Tensor, num_experts: int, block_tokens: int, ta
         return integers, plan
     EP = next_power_of_2(E + 1)
     chunks = cdiv(S, CHUNK)
-    counts = torch.empty(chunks, EP, dtype=torch.int32, device=top_k_index.device)
+    counts = torch.empty(chunks + 1, EP, dtype=torch.int32, device=top_k_index.device)
     histogram_kernel[(chunks,)](top_k_index, counts, S, E, EP=EP, CHUNK=CHUNK, num_warps=4)
-    scan_kernel[(1,)](counts, plan.offsets, E, chunks, EP=EP, ROWS=max(1, 16384 // EP), num_warps=16)
+    BE = min(EP, 32)
+    scan_kernel[(EP // BE,)](counts, chunks, EP=EP, BE=BE, ROWS=256, num_warps=8)
     place_kernel[(chunks + E + 1,)](
         top_k_index, counts, *plan, S, E, chunks, plan.num_tiles,
         EP=EP, BT=block_tokens, TAIL=tail, CHUNK=CHUNK, STEP=16, num_warps=8,
