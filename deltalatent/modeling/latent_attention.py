@@ -26,6 +26,7 @@ from deltalatent.kernels.latent_attention import (
     KeyBlock,
     blockwise_attention,
     causal_attention,
+    keys_and_values,
     latent_attention,
 )
 from deltalatent.modeling.norms import KimiK3RMSNorm
@@ -214,8 +215,7 @@ class KimiK3LatentAttention(nn.Module):
     def _keys_and_values(self, latent: Tensor, shared_key: Tensor) -> tuple[Tensor, Tensor]:
         """[B, S, R] and [B, S, Q] -> keys [B, S, H, P+Q] and values [B, S, H, V]."""
         per_head = self.kv_b_proj(latent).unflatten(-1, (self.num_heads, -1))
-        own_key, value = per_head.split([self.qk_nope_head_dim, self.v_head_dim], dim=-1)
-        return torch.cat([own_key, shared_key[:, :, None].expand(-1, -1, self.num_heads, -1)], dim=-1), value
+        return keys_and_values(per_head, shared_key, self.qk_nope_head_dim)
 
     def _causal(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Tokens among themselves: [n, l, H, P+Q] twice and [n, l, H, V] -> [n, l, H, V]."""

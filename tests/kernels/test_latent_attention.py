@@ -17,6 +17,7 @@ from deltalatent.kernels.latent_attention import (
     causal_attention,
     document_groups,
     expanded,
+    keys_and_values,
     latent_attention,
     latent_attention_reference,
     reference,
@@ -133,6 +134,24 @@ def test_causal_attention(value_width):
         torch.autograd.grad(actual, leaves, weights), torch.autograd.grad(expected, leaves, weights), strict=True
     ):
         torch.testing.assert_close(a, e, **EXACT)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("widths", [(16, 8, 24), (5, 3, 4), (16, 4, 8)], ids=str)
+def test_keys_and_values_are_a_split_and_a_concatenation(widths, dtype):
+    P, Q, V = widths
+    together = normal(2, 5, Q + 8, dtype=dtype)
+    leaves = [normal(2, 5, 3, P + V, dtype=dtype).requires_grad_(), together[..., :Q].requires_grad_()]
+    per_head, shared_key = leaves
+    shared_keys = shared_key[:, :, None].expand(-1, -1, 3, -1)
+    expected = torch.cat([per_head[..., :P], shared_keys], -1), per_head[..., P:]
+    actual = keys_and_values(per_head, shared_key, P)
+    assert all(map(torch.equal, actual, expected))
+    assert actual[1].data_ptr() == expected[1].data_ptr()
+    weights = normal(2, 3, 5, P + Q, dtype=dtype).transpose(1, 2), normal(2, 5, 3, V, dtype=dtype)
+    assert all(map(torch.equal, *(torch.autograd.grad(outputs, leaves, weights) for outputs in (actual, expected))))
+    if dtype == torch.float64 and P == 5:
+        assert torch.autograd.gradgradcheck(lambda *x: keys_and_values(*x, P), leaves)
 
 
 def test_narrow_values_do_not_take_the_quadratic_kernel_on_a_cpu(monkeypatch):

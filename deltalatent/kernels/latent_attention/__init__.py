@@ -4,7 +4,12 @@
 
 from deltalatent.kernels.latent_attention.api import latent_attention
 from deltalatent.kernels.latent_attention.documents import DocumentGroups, document_groups
-from deltalatent.kernels.latent_attention.expanded import KeyBlock, blockwise_attention, causal_attention
+from deltalatent.kernels.latent_attention.expanded import (
+    KeyBlock,
+    blockwise_attention,
+    causal_attention,
+    keys_and_values,
+)
 from deltalatent.kernels.latent_attention.reference import latent_attention_reference
 
 __all__ = [
@@ -13,6 +18,7 @@ __all__ = [
     "blockwise_attention",
     "causal_attention",
     "document_groups",
+    "keys_and_values",
     "latent_attention",
     "latent_attention_reference",
 ]
