@@ -2,6 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Triton form of absorbed latent attention against the float64 reference: widths, masks, lengths, graphs."""
 
+import logging
+import subprocess
+
 import pytest
 import torch
 
@@ -17,7 +20,14 @@ from tests.kernels.triton_testing import (
 
 if HAS_TRITON:
     from deltalatent.kernels.latent_attention import triton_absorbed
-    from deltalatent.kernels.latent_attention.triton_absorbed import LaunchShape, launch, launch_shape, num_splits
+    from deltalatent.kernels.latent_attention.triton_absorbed import (
+        HOPPER,
+        LaunchShape,
+        gluon_kernels,
+        launch,
+        launch_shape,
+        num_splits,
+    )
 
 
 def random_case(B, T, H, S, R, Q, dtype=torch.float32):
@@ -172,6 +182,49 @@ def test_splits_fill_the_device_and_no_more():
     assert num_splits(8, 500, 1 << 20, shape, 132) == 1
 
 
+@pytest.mark.skipif(not HAS_TRITON or INTERPRETING, reason="needs Triton, without its interpreter")
+def test_kernel_for_hopper_is_taken_where_it_can_run(monkeypatch, caplog):
+    assert gluon_kernels((8, 0)) is None
+    assert gluon_kernels((10, 0)) is None
+    gluon = gluon_kernels((9, 0))
+    tensors = random_case(2, 1, 32, 40, 512, 64, torch.bfloat16)
+    assert gluon.takes(*tensors)
+    together = torch.zeros(2, 40, 576, dtype=torch.bfloat16, device=DEVICE)
+    assert gluon.takes(*tensors[:2], together[..., :512], together[..., 512:])
+    askew = torch.zeros(2, 40, 577, dtype=torch.bfloat16, device=DEVICE)
+    assert not gluon.takes(*tensors[:3], askew[..., :64])
+    assert not gluon.takes(*tensors[:3], askew[:, :, 512:576])
+    assert not gluon.takes(*(x.float() for x in tensors))
+    assert not gluon.takes(*random_case(1, 1, 32, 40, 192, 32, torch.bfloat16))
+    gluon_kernels.cache_clear()
+    monkeypatch.setattr(triton_absorbed.triton, "__version__", "3.9.0")
+    with caplog.at_level(logging.INFO):
+        assert gluon_kernels((9, 0)) is None
+    assert "the kernel for Hopper is written for Triton 3.6.x, found 3.9.0" in caplog.text
+    gluon_kernels.cache_clear()
+
+
+@pytest.mark.skipif(not HAS_TRITON or INTERPRETING, reason="needs Triton, without its interpreter")
+def test_products_of_the_kernel_for_hopper_run_in_the_background(monkeypatch, tmp_path):
+    """It fits the device, and `ptxas` has not put a wait behind every product, as it does where it sees a hazard."""
+    import triton
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from tests.kernels.test_compiled import LIMITS, TOOLS, record, run_latent_attention, source_of, target_of
+
+    launches = record(monkeypatch, "sm90", run_latent_attention)
+    (launch_of_split,) = (x for x in launches if x.kernel.fn.__name__ == "hopper_split_kernel")
+    source, options = source_of(launch_of_split)
+    source = GluonASTSource(source.fn, source.signature, source.constants, source.attrs)
+    compiled = triton.compile(source, target=target_of("sm90"), options=options)
+    assert compiled.metadata.shared <= LIMITS["sm90"].shared_memory
+    path = tmp_path / "kernel.cubin"
+    path.write_bytes(compiled.asm["cubin"])
+    listing = subprocess.run([TOOLS / "cuobjdump", "-sass", path], capture_output=True, text=True, check=True).stdout
+    assert listing.count("HGMMA") >= (512 + 64) // 16
+    assert listing.count("WARPGROUP.DEPBAR") <= compiled.asm["ptx"].count("wgmma.wait_group")
+
+
 def test_triton_tests_under_the_interpreter():
     run_under_interpreter(__file__)
 
@@ -189,6 +242,32 @@ def test_released_widths(B, T, H, S, R, Q, dtype):
     check(tensors, scale=scale)
     mask = torch.rand(B, 1, S, device=DEVICE) < 0.7
     check(tensors, mask, torch.tensor(S - 100, device=DEVICE), scale=scale)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("mask", [None, (2, 1), (2, 3)], ids=["all", "keys", "queries"])
+@pytest.mark.parametrize(("S", "ends"), [(777, [130, 776]), (150, [3, 64])], ids=["S777", "S150"])
+def test_kernel_for_hopper(S, ends, mask, dtype):
+    """Tiles that are not full, of tokens and of query vectors, in one part and in several; always the same result."""
+    if gluon_kernels(torch.cuda.get_device_capability()) is None:
+        pytest.skip("needs a Hopper GPU and the version of Triton that the kernel is written for")
+    tensors = random_case(2, 3, 24, S, 512, 64, dtype)
+    scale = 576**-0.5
+    if mask is not None:
+        mask = torch.rand(*mask, S, device=DEVICE) < 0.7
+    for splits in (1, 3):
+        check(tensors, mask, None, splits, HOPPER, scale)
+        end = torch.tensor(ends, device=DEVICE)
+        expected = check(tensors, mask, end, splits, HOPPER, scale)
+        poisoned = [x.clone() for x in tensors]
+        for b in range(2):
+            for x in poisoned[2:]:
+                x[b, ends[b] :] = float("nan")
+        for _ in range(10):
+            assert torch.equal(launch(*poisoned, mask, end, scale, HOPPER, splits), expected)
+    for R, Q in ((256, 32), (128, 16)):
+        check(random_case(1, 1, 64, S, R, Q, dtype), shape=HOPPER, scale=scale)
 
 
 @pytest.mark.gpu

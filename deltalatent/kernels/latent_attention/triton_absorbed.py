@@ -10,8 +10,13 @@ token, and walks over its part of the cache with an online softmax (FlashAttenti
 joined by a second kernel (split softmax of flash decoding). The bytes floor is the cache, once: programs of one part
 are neighbours in the launch, so that the second one finds the part in the L2 cache. How much of a part is written is
 read on the device, and nothing depends on values on the host, so that a launch can be captured in a CUDA graph.
+
+On Hopper, many query vectors run in `gluon_absorbed` instead of the first kernel.
 """
 
+import functools
+import logging
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -19,6 +24,8 @@ import triton
 import triton.language as tl
 
 from deltalatent.kernels.tiles import cdiv, device_limits, next_power_of_2
+
+logger = logging.getLogger(__name__)
 
 LOG2_E = 1.4426950408889634
 MINIMUM_SPLIT = 64
@@ -163,6 +170,7 @@ class LaunchShape(NamedTuple):
     Attributes:
         BM: Query vectors. BN: cached tokens.
         programs: How many are launched per multiprocessor: one hides the latency of another.
+        gluon: Whether `gluon_absorbed.hopper_split_kernel` runs; it knows one tile only.
     """
 
     BM: int
@@ -170,8 +178,15 @@ class LaunchShape(NamedTuple):
     num_warps: int
     num_stages: int
     programs: int = 1
+    gluon: bool = False
 
 
+HOPPER = LaunchShape(64, 64, 8, 2, gluon=True)
+"""Its only tile: the matrix units know no fewer rows than 64, and two tiles of tokens fill the shared memory."""
+HOPPER_VECTORS = 17
+"""Fewest query vectors of a row for which it was faster, on an H200."""
+GLUON_TRITON = "3.6."
+"""Versions of Triton whose Gluon it is written in: the language still changes from one to the next."""
 FASTEST = (LaunchShape(16, 64, 4, 3, 2), LaunchShape(32, 32, 4, 3, 2), LaunchShape(64, 64, 8, 2, 1))
 """For 16-bit inputs, by number of query vectors; measured on an H200 for R + Q = 224, 320 and 576."""
 
@@ -203,6 +218,23 @@ def launch_shape(vectors: int, width: int, itemsize: int, shared_memory: int) ->
         else:
             raise ValueError(f"a latent of {width} values does not fit {shared_memory} bytes of shared memory.")
     return shape
+
+
+@functools.cache
+def gluon_kernels(capability: tuple[int, int]) -> ModuleType | None:
+    """The module of kernels for GPUs of this compute capability, if there is one."""
+    if capability != (9, 0):
+        return None
+    if not triton.__version__.startswith(GLUON_TRITON):
+        logger.info(
+            "latent_attention: the kernel for Hopper is written for Triton %sx, found %s: the portable one runs",
+            GLUON_TRITON,
+            triton.__version__,
+        )
+        return None
+    from deltalatent.kernels.latent_attention import gluon_absorbed
+
+    return gluon_absorbed
 
 
 def num_splits(vectors: int, batch_size: int, tokens: int, shape: LaunchShape, processors: int) -> int:
@@ -244,7 +276,12 @@ def launch(
         return o
     block_r, block_q = (max(16, next_power_of_2(width)) for width in (rank, shared_width))
     limits = device_limits(query.device)
-    shape = shape or launch_shape(vectors, block_r + block_q, query.element_size(), limits.shared_memory)
+    gluon = gluon_kernels(limits.capability)
+    if shape is None:
+        if gluon is not None and vectors >= HOPPER_VECTORS and gluon.takes(query, shared_query, latent, shared_key):
+            shape = HOPPER
+        else:
+            shape = launch_shape(vectors, block_r + block_q, query.element_size(), limits.shared_memory)
     splits = splits or num_splits(vectors, batch_size, tokens, shape, limits.processors)
 
     # The last axis of everything is read in steps of one.
@@ -262,7 +299,10 @@ def launch(
         mask = mask.view(torch.uint8)
     if end is not None:
         end_b = end.stride(0) if end.numel() > 1 else 0
-    absorbed_split_kernel[(batch_size * cdiv(vectors, shape.BM), splits)](
+    kernel, options = absorbed_split_kernel, {"BR": block_r, "BQ": block_q, "num_stages": shape.num_stages}
+    if shape.gluon and gluon is not None:
+        kernel, options = gluon.hopper_split_kernel, {}
+    kernel[(batch_size * cdiv(vectors, shape.BM), splits)](
         query,
         shared_query,
         latent,
@@ -287,13 +327,11 @@ def launch(
         Q=shared_width,
         BM=shape.BM,
         BN=shape.BN,
-        BR=block_r,
-        BQ=block_q,
         HAS_MASK=mask is not None,
         MASK_PER_TOKEN=mask_t != 0,
         HAS_END=end is not None,
         num_warps=shape.num_warps,
-        num_stages=shape.num_stages,
+        **options,
     )
     if splits > 1:
         block_r = min(block_r, 64)
