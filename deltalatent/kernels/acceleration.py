@@ -84,7 +84,8 @@ def accelerate(model: Model, *, impl: str = "auto") -> Model:
     Args:
         model: the model or anything that contains it (a PEFT or parallel wrapper).
         impl: "auto", "triton", "torch" or "fla" for the recurrence, as in `kda_chunk`; convolution and norm, which
-            have no "fla" form, then choose by themselves. A name that cannot run raises at the first call.
+            have no "fla" form, then choose by themselves. A name that cannot run raises at the first call; with the
+            softplus gate in float32 that is "triton" for prefill and training, where "auto" takes "torch".
 
     Returns:
         `model` itself.

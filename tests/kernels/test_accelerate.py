@@ -402,10 +402,14 @@ def test_low_precision_is_no_worse_than_as_shipped(how):
 
 
 @needs_triton
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_triton_agrees_with_torch(dtype):
+@pytest.mark.parametrize(
+    ("make", "dtype"),
+    [(glm5_next, torch.float32), (glm5_next, torch.bfloat16), (kimi_linear, torch.bfloat16)],
+    ids=["glm5_next-fp32", "glm5_next-bf16", "kimi_linear-bf16"],
+)
+def test_triton_agrees_with_torch(make, dtype):
     """Packed forward and backward, cached prefill and a step of decoding on the kernels of the GPU."""
-    model = glm5_next(linear_head_dim=32, mlp_layer_types=["dense"] * 4).to(DEVICE, dtype)
+    model = make(linear_head_dim=32, mlp_layer_types=["dense"] * 4).to(DEVICE, dtype)
     row, inputs = ids(1, sum(LENGTHS)).to(DEVICE), {"position_ids": positions(*LENGTHS).to(DEVICE)}
     results = {}
     for impl in ("torch", "triton"):

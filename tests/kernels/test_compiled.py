@@ -194,16 +194,20 @@ def run_latent_attention(heads: int = 96, dtype: torch.dtype = torch.bfloat16):
     triton_absorbed.launch(query, shared_query, latent, shared_key, None, zeros(1, dtype=torch.int32), 0.1)
 
 
-def kda_inputs(width: int, dtype: torch.dtype) -> tuple:
+def kda_inputs(width: int, dtype: torch.dtype, bound: float | None = -5.0) -> tuple:
     q, k, v, g = (zeros(1, 64, 2, width, dtype=dtype) for _ in range(4))
     A_log, dt_bias = zeros(2, dtype=torch.float32), zeros(2 * width, dtype=torch.float32)
-    return q, k, v, g, zeros(1, 64, 2, dtype=dtype), A_log, dt_bias, None, None, -5.0, 0.1
+    return q, k, v, g, zeros(1, 64, 2, dtype=dtype), A_log, dt_bias, None, None, bound, 0.1
 
 
-def run_kda(width: int = 128, dtype: torch.dtype = torch.bfloat16):
-    inputs = kda_inputs(width, dtype)
+def run_kda(width: int = 128, dtype: torch.dtype = torch.bfloat16, bound: float | None = -5.0):
+    inputs = kda_inputs(width, dtype, bound)
     triton_fwd.chunk_forward(*inputs, False)
     triton_bwd.chunk_backward(*inputs, inputs[2], inputs[2], None)
+
+
+def run_kda_unbounded():
+    run_kda(bound=None)
 
 
 def run_kda_step():
@@ -222,7 +226,7 @@ def run_kda_prepare_of_wide_float32_heads():
 
 ROOMS = [
     run_attn_res, run_gated_rms_norm, run_situ, run_cross_entropy, run_router, run_short_conv, run_experts,
-    run_latent_attention, run_kda, run_kda_step,
+    run_latent_attention, run_kda, run_kda_unbounded, run_kda_step,
 ]  # fmt: skip
 
 
@@ -246,7 +250,7 @@ def test_every_room_compiles_for_amd_within_its_shared_memory(monkeypatch, run):
 
 @pytest.mark.parametrize(
     "run",
-    [run_experts, run_router, run_latent_attention, run_kda_prepare_of_wide_float32_heads],
+    [run_experts, run_router, run_latent_attention, run_kda_prepare_of_wide_float32_heads, run_kda_unbounded],
     ids=lambda run: run.__name__,
 )
 def test_tiles_fit_the_least_shared_memory_of_nvidia(monkeypatch, run):
@@ -292,14 +296,18 @@ def unset_uniform_registers(cubin: bytes, folder: Path) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(("device", "width"), [("sm90", 64), ("sm80", 128)], ids=["sm90-64", "sm80-128"])
-def test_kda_kernels(monkeypatch, tmp_path, device, width):
+@pytest.mark.parametrize(
+    ("device", "width", "bound"),
+    [("sm90", 64, -5.0), ("sm80", 128, -5.0), ("sm90", 128, None)],
+    ids=["sm90-64", "sm80-128", "sm90-128-unbounded"],
+)
+def test_kda_kernels(monkeypatch, tmp_path, device, width, bound):
     """They fit the device, and `ptxas` has made no use of registers that nothing wrote.
 
     `ptxas` 12.8 does that to a matrix product's descriptor in some forms of `input_grad_kernel`, for example with its
     loop over value columns unrolled. Such code gives wrong results, and no other test sees it without a GPU.
     """
-    launches = record(monkeypatch, device, lambda: run_kda(width))
+    launches = record(monkeypatch, device, lambda: run_kda(width, bound=bound))
     names = {launch.kernel.fn.__name__ for launch in launches}
     assert names == {"prepare_kernel", "scan_kernel", "reverse_scan_kernel", "pair_grad_kernel", "input_grad_kernel"}
     for launch in launches:

@@ -353,7 +353,7 @@ def test_triton_op_registrations():
 
 
 REFUSALS = {
-    "softplus-gate": ({}, dict(gate_lower_bound=None), ValueError, "would overflow unless `gate_lower_bound`"),
+    "softplus-gate": ({}, dict(gate_lower_bound=None), ValueError, "float32 for `v`: use 'torch', or a lower"),
     "bound-of-12": ({}, dict(gate_lower_bound=-12.0), ValueError, "at least -10.0, got -12.0: use 'torch'"),
     "float64": (dict(dtype=torch.float64), {}, TypeError, "got torch.float64 for `q`: use 'torch'"),
     "wide-heads": (dict(K=257), {}, ValueError, "widths up to 256, got K = 257"),

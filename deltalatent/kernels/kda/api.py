@@ -58,7 +58,8 @@ def kda_chunk(
         beta: [B, T, HV] write-strength logits, before the sigmoid.
         A_log: [HV], fp32. dt_bias: [HV*K] or [HV, K], fp32.
         gate_lower_bound: lower bound of the log decay of one token (natural log, < 0); None selects the unbounded gate
-            g = -exp(A_log) * softplus(g + dt_bias).
+            g = -exp(A_log) * softplus(g + dt_bias). Triton takes that for `v` in bf16 or fp16 only: it counts decays
+            below e^-10 = 4.5e-5 as that, an error below the rounding of these dtypes but not below that of fp32.
         scale: factor on the normalised query, default K**-0.5.
         initial_state: [N, HV, K, V] fp32, zeros when None. N = B, or the number of documents when packed.
         cu_seqlens: [N+1] int32 or int64 offsets of documents packed into one row (B = 1). Documents may be
@@ -86,7 +87,7 @@ def kda_chunk(
     }
     chosen = resolve_impl("kda_chunk", impl, device=q.device, reasons=reasons)
     tensors = (q, k, v, g, beta, A_log, dt_bias)
-    if chosen == "triton" and gate_lower_bound is not None:
+    if chosen == "triton":
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         return autograd.kda_chunk((*tensors, initial_state, cu_seqlens), gate_lower_bound, scale, output_final_state)
     options: dict[str, Any] = {
@@ -174,7 +175,12 @@ def _chunk_triton_obstacle(
         if x.dtype not in TRITON_DTYPES:
             reason = f"the Triton kernels take float32, float16 or bfloat16, got {x.dtype} for `{name}`: use 'torch'"
             return Obstacle(reason, TypeError)
-    if gate_lower_bound is None or gate_lower_bound < TRITON_LOWER_BOUND:
+    if gate_lower_bound is None and v.dtype == torch.float32:
+        return Obstacle(
+            "the Triton kernels cut the unbounded gate off at a decay of e^-10 per token, an error that bfloat16 and"
+            " float16 hide but float32 would show, got torch.float32 for `v`: use 'torch', or a lower precision"
+        )
+    if gate_lower_bound is not None and gate_lower_bound < TRITON_LOWER_BOUND:
         return Obstacle(
             "the Triton kernels factor the decay of a tile and would overflow unless `gate_lower_bound` is at least"
             f" {TRITON_LOWER_BOUND}, got {gate_lower_bound}: use 'torch', which is safe for any gate"

@@ -41,7 +41,7 @@ def _forward(
     dt_bias: Tensor,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
-    gate_lower_bound: float,
+    gate_lower_bound: float | None,
     scale: float,
     output_final_state: bool,
 ) -> list[Tensor]:
@@ -62,7 +62,7 @@ def _backward(
     dt_bias: Tensor,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
-    gate_lower_bound: float,
+    gate_lower_bound: float | None,
     scale: float,
     o: Tensor,
     do: Tensor,
@@ -132,7 +132,7 @@ kda_chunk_op.register_autograd(_op_backward, setup_context=_save_for_backward)
 
 
 def kda_chunk(
-    tensors: tuple[Tensor | None, ...], gate_lower_bound: float, scale: float, output_final_state: bool
+    tensors: tuple[Tensor | None, ...], gate_lower_bound: float | None, scale: float, output_final_state: bool
 ) -> tuple[Tensor, Tensor | None]:
     """o [B, T, HV, V] and the final states [N, HV, K, V] or None; see `api.kda_chunk`.
 

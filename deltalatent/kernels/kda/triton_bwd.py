@@ -1,6 +1,6 @@
 # Copyright 2026 The deltalatent authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Backward kernels of chunked KDA with the bounded gate, and their launcher.
+"""Backward kernels of chunked KDA, and their launcher.
 
 Of the forward pass the raw inputs and the outputs are kept. With u the corrected values, M = (I + A)^-1 diag(b), S the
 state before a chunk and dS' the gradient of the state behind it:
@@ -38,6 +38,7 @@ import triton.language as tl
 
 from deltalatent.kernels.kda.triton_fwd import (
     LOG2E,
+    NO_DECAY,
     Chunks,
     Config,
     Segments,
@@ -48,10 +49,12 @@ from deltalatent.kernels.kda.triton_fwd import (
     cumulative_decay,
     list_chunks,
     list_segments,
+    lowest_log_decay,
     prepare,
     scan,
     segment_span,
     sigmoid,
+    softplus_gate,
     split_states,
     zero_slack,
 )
@@ -303,6 +306,7 @@ def input_grad_kernel(
     CENTRE: tl.constexpr,
     PRECISION: tl.constexpr,
     EXACT: tl.constexpr,
+    SOFTPLUS: tl.constexpr,
     PACKED: tl.constexpr,
 ):
     """Gradients of BD channels of the raw queries, keys and gates of one chunk and head: dq, dk and dg [T, HV, K].
@@ -366,15 +370,20 @@ def input_grad_kernel(
     inverse = 1.0 / unit
 
     slope = tl.exp(tl.load(A_log_ptr + i_h).to(tl.float32)) * -1.4426950408889634
-    bias = tl.load(dt_bias_ptr + i_h * K + cols, mask=cols < K, other=0.0).to(tl.float32) * slope
-    # Finite, so that sigmoid(-z) = e sigmoid(z) is exact where the gate saturates.
-    bits_t = tl.minimum(channels_first(g, i, j, EXACT) * slope + bias[:, None], 126.0)
-    e_t = tl.exp2(bits_t)
-    sigmoid_t = tl.rsqrt(1.0 + e_t)
-    sigmoid_t *= sigmoid_t
-    g_t = sigmoid_t * tl.where(inside, lower_bound, 0.0)[None, :]
-    # Derivative of the log decay by its logit z; g is in units of bits, its gradient in natural ones.
-    slope_t = g_t * (e_t * sigmoid_t)
+    bias = tl.load(dt_bias_ptr + i_h * K + cols, mask=cols < K, other=0.0).to(tl.float32)
+    # slope_t: derivative of the log decay by z = exp(A_log) (g + bias); g_t is in units of bits, its gradient in
+    # natural ones.
+    if SOFTPLUS:
+        x_t = tl.where(inside[None, :], channels_first(g, i, j, EXACT) + bias[:, None], NO_DECAY)
+        g_t, slope_t, growth_t = softplus_gate(x_t, slope, lower_bound, EXACT)
+    else:
+        # Finite, so that sigmoid(-z) = e sigmoid(z) is exact where the gate saturates.
+        bits_t = tl.minimum(channels_first(g, i, j, EXACT) * slope + (bias * slope)[:, None], 126.0)
+        e_t = tl.exp2(bits_t)
+        sigmoid_t = tl.rsqrt(1.0 + e_t)
+        sigmoid_t *= sigmoid_t
+        g_t = sigmoid_t * tl.where(inside, lower_bound, 0.0)[None, :]
+        slope_t = g_t * (e_t * sigmoid_t)
     G_t, G_end = cumulative_decay(g_t, i <= j, EXACT)
     up_t = tl.exp2(G_t + CENTRE)
     down_t = tl.exp2(-G_t - CENTRE)
@@ -420,7 +429,11 @@ def input_grad_kernel(
     rate = slope * -0.6931471805599453
     tl.store(dg_ptr + gate_start + gate_at, tl.trans((dz_t * rate).to(dg_ptr.dtype.element_ty)), mask=mask)
     tl.store(dt_bias_grad_ptr + at * BK + cols, tl.sum(dz_t, 1) * rate)
-    tl.store(A_log_grad_ptr + at * BK + cols, tl.sum(dz_t * bits_t, 1) * -0.6931471805599453)
+    if SOFTPLUS:
+        dA_log = tl.sum(dg_t * growth_t, 1) * (natural * unit)
+    else:
+        dA_log = tl.sum(dz_t * bits_t, 1) * -0.6931471805599453
+    tl.store(A_log_grad_ptr + at * BK + cols, dA_log)
 
 
 def reverse_scan(
@@ -492,7 +505,7 @@ def chunk_backward(
     dt_bias: torch.Tensor,
     initial_state: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
-    gate_lower_bound: float,
+    gate_lower_bound: float | None,
     scale: float,
     o: torch.Tensor,
     do: torch.Tensor,
@@ -588,7 +601,7 @@ def chunk_backward(
             A_log_grad,
             *place,
             config.VP // config.BV,
-            gate_lower_bound * LOG2E * config.gate_units,
+            lowest_log_decay(gate_lower_bound) * LOG2E * config.gate_units,
             scale,
             **shapes,
             H=H,
@@ -599,6 +612,7 @@ def chunk_backward(
             STAGES=config.input_grad_stages,
             CENTRE=config.centre,
             EXACT=config.compute == torch.float32,
+            SOFTPLUS=gate_lower_bound is None,
             num_warps=config.input_grad_warps,
             num_stages=1,
             **register_limit(config.input_grad_registers),

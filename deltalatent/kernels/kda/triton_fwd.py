@@ -1,13 +1,14 @@
 # Copyright 2026 The deltalatent authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Forward kernels of chunked KDA with the bounded gate, and their launcher.
+"""Forward kernels of chunked KDA, and their launcher.
 
 Two kernels, in the notation of `reference.py`, log decay in base 2:
 
 1. `prepare`, one program per chunk of C tokens and head: everything that needs neither state nor values. From the raw
    inputs it makes the decayed queries and keys, the causal products, and the inverse of the triangular system. The
    bound on the gate makes the whole chunk one dense tile: 2^(G_i - G_j) is factored into
-   2^(G_i + centre) 2^(-G_j - centre), both of which float32 and bfloat16 hold.
+   2^(G_i + centre) 2^(-G_j - centre), both of which float32 and bfloat16 hold. The unbounded gate is cut off for that,
+   see `SOFTPLUS_FLOOR`.
 2. `scan`, one program per document, head and block of value columns: walks over the chunks with the state in
    registers.
 
@@ -35,6 +36,7 @@ from deltalatent.kernels.tiles import cdiv, device_limits, next_power_of_2, regi
 
 LOG2E = 1.4426950408889634
 L2_EPS = tl.constexpr(1e-6)
+NO_DECAY = tl.constexpr(-1e30)  # a logit of the unbounded gate that lets neither decay nor gradients through
 
 
 class Config(NamedTuple):
@@ -66,15 +68,31 @@ def gate_centre(chunk_size: int, gate_lower_bound: float) -> int:
 MAX_CENTRE = 116
 """Factors reach 2^+-(centre + 1); float32 and bfloat16 end at 2^127, and sums over a tile need some room."""
 
+SOFTPLUS_FLOOR = -10.0
+"""Log decay of a token at which the unbounded gate is cut off: the strongest that chunks of 16 tokens hold.
+
+Below it the decay of a channel counts as e^-10 instead of something smaller, so that a token is off by at most
+4.5e-5 of what the state held before it. What follows, diag(exp(g)) and I - b k k^T, has norms of at most 1: no
+later token enlarges that. A rounding is 3.9e-3 in bfloat16 and 4.9e-4 in float16, but 6e-8 in float32. For the
+states' gradients, which the transposed matrices carry back, it is the same. The gate's own gradient is that without
+the cut: the decay enters linearly, so it is e^(g + 10) of the one at the floor.
+"""
+
+
+def lowest_log_decay(gate_lower_bound: float | None) -> float:
+    """The least log decay of a token that the kernels see; None is the unbounded gate."""
+    return SOFTPLUS_FLOOR if gate_lower_bound is None else gate_lower_bound
+
 
 @functools.cache
-def choose_config(K: int, V: int, dtype: torch.dtype, gate_lower_bound: float, shared_memory: int) -> Config:
+def choose_config(K: int, V: int, dtype: torch.dtype, gate_lower_bound: float | None, shared_memory: int) -> Config:
     """Tile sizes for one call. `shared_memory`: bytes one program may use."""
+    lowest = lowest_log_decay(gate_lower_bound)
     BK, VP = (max(next_power_of_2(x), 16) for x in (K, V))
     half = dtype == torch.bfloat16
     # In float32 `prepare` passes four tiles of a chunk through shared memory at a time.
     fits = half or 4 * 4 * 32 * BK <= shared_memory
-    C = 32 if fits and gate_centre(32, gate_lower_bound) <= MAX_CENTRE else 16
+    C = 32 if fits and gate_centre(32, lowest) <= MAX_CENTRE else 16
     BV = min(VP, 64)
     itemsize = 2 if half else 4
     stage = itemsize * (3 * C * BK + 2 * C * C + C * BV)
@@ -88,7 +106,7 @@ def choose_config(K: int, V: int, dtype: torch.dtype, gate_lower_bound: float, s
         BK=BK,
         VP=VP,
         BV=BV,
-        centre=gate_centre(C, gate_lower_bound),
+        centre=gate_centre(C, lowest),
         compute=torch.bfloat16 if half else torch.float32,
         precision=precision,
         gate_units=256.0 if half else 1.0,
@@ -266,6 +284,26 @@ def cumulative_decay(g_t, upto, EXACT: tl.constexpr):
 
 
 @triton.jit
+def softplus_gate(x_t, slope, floor, EXACT: tl.constexpr):
+    """Log decay -exp(A_log) softplus(x_t), at least `floor`, and its derivatives by exp(A_log) x_t and by A_log.
+
+    In units of `cumulative_decay`. x_t: logits and bias, float32; slope: -exp(A_log) in bits.
+    """
+    units: tl.constexpr = 1.0 if EXACT else 256.0
+    e_t = tl.exp2(-1.4426950408889634 * tl.abs(x_t))
+    more_t = 1.0 + e_t
+    # What the sum lost of e is all there is of it where x is far below zero.
+    bits_t = (tl.maximum(x_t, 0.0) + tl.log(more_t) + (e_t - (more_t - 1.0))) * slope
+    g_t = tl.maximum(bits_t * units, floor)
+    # Of the derivatives, what the decay without the cut has left of that with it: 1 but where the gate is cut.
+    left_t = tl.exp2(bits_t - g_t * (1.0 / units))
+    sigmoid_t = tl.rsqrt(more_t)
+    sigmoid_t *= sigmoid_t * tl.where(x_t > 0, 1.0, e_t)
+    left_t *= units
+    return g_t, sigmoid_t * left_t * -1.4426950408889634, bits_t * left_t
+
+
+@triton.jit
 def unit_lower_inverse(A, C: tl.constexpr, PRECISION: tl.constexpr):
     """(I + A)^-1 for strictly lower triangular A [C, C], by merging inverses of diagonal blocks of 1, 2, 4, ... rows.
 
@@ -321,6 +359,7 @@ def prepare_kernel(
     CENTRE: tl.constexpr,
     PRECISION: tl.constexpr,
     EXACT: tl.constexpr,
+    SOFTPLUS: tl.constexpr,
     PACKED: tl.constexpr,
 ):
     """Buffers of one chunk and head: q_in, -k_in, k_out [chunk, HV, BK, C], qk[j, i] and the inverse M[i, j]
@@ -354,9 +393,13 @@ def prepare_kernel(
     b = tl.load(beta_ptr + start * HV + i_h + rows * HV, mask=inside, other=0.0).to(tl.float32)
     b = tl.where(inside, sigmoid(b), 0.0)
     slope = tl.exp(tl.load(A_log_ptr + i_h).to(tl.float32)) * -1.4426950408889634
-    bias = tl.load(dt_bias_ptr + i_h * K + cols, mask=cols < K, other=0.0).to(tl.float32) * slope
-    root_t = tl.rsqrt(1.0 + tl.exp2(channels_first(g, i, j, EXACT) * slope + bias[:, None]))
-    g_t = root_t * root_t * tl.where(inside, lower_bound, 0.0)[None, :]
+    bias = tl.load(dt_bias_ptr + i_h * K + cols, mask=cols < K, other=0.0).to(tl.float32)
+    if SOFTPLUS:
+        x_t = tl.where(inside[None, :], channels_first(g, i, j, EXACT) + bias[:, None], NO_DECAY)
+        g_t, _, _ = softplus_gate(x_t, slope, lower_bound, EXACT)
+    else:
+        root_t = tl.rsqrt(1.0 + tl.exp2(channels_first(g, i, j, EXACT) * slope + (bias * slope)[:, None]))
+        g_t = root_t * root_t * tl.where(inside, lower_bound, 0.0)[None, :]
     G_t, G_end = cumulative_decay(g_t, i <= j, EXACT)
     tl.store(decay_ptr + at * BK + cols, tl.exp2(G_end))
     q_norm = l2_scale(q.to(tl.float32))
@@ -595,7 +638,7 @@ def prepare(
     cu_seqlens: torch.Tensor | None,
     chunks: Chunks,
     config: Config,
-    gate_lower_bound: float,
+    gate_lower_bound: float | None,
     scale: float,
 ) -> dict[str, torch.Tensor]:
     """Launch `prepare_kernel`; the inputs are contiguous. Returns its buffers by name."""
@@ -623,7 +666,7 @@ def prepare(
             chunks.positions,
             T,
             chunks.per_row,
-            gate_lower_bound * LOG2E * config.gate_units,
+            lowest_log_decay(gate_lower_bound) * LOG2E * config.gate_units,
             scale,
             H=H,
             HV=HV,
@@ -633,6 +676,7 @@ def prepare(
             CENTRE=config.centre,
             PRECISION=config.precision,
             EXACT=config.compute == torch.float32,
+            SOFTPLUS=gate_lower_bound is None,
             PACKED=cu_seqlens is not None,
             num_warps=config.prepare_warps,
             num_stages=1,
@@ -775,7 +819,7 @@ def chunk_forward(
     dt_bias: torch.Tensor,
     initial_state: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
-    gate_lower_bound: float,
+    gate_lower_bound: float | None,
     scale: float,
     output_final_state: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
