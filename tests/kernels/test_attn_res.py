@@ -373,6 +373,28 @@ def test_triton_in_half_precision(dtype, vector_dtype):
 
 
 @needs_triton
+@pytest.mark.parametrize(
+    ("count", "shape", "dtype", "form"),
+    [
+        (1, (3, 16), torch.float32, "key and norm"),
+        (3, (2, 3, 20), torch.float32, "bare"),
+        (4, (2, 300), torch.float32, "norm"),
+        (5, (1, 7), torch.float32, "key"),
+        (10, (3, 24), torch.float32, "key and norm"),
+        (3, (3, 12), torch.float16, "key and norm"),
+    ],
+    ids=str,
+)
+def test_triton_in_two_launches_equals_torch(monkeypatch, count, shape, dtype, form):
+    """The backward pass of wide streams, with narrow ones; three tokens in two groups."""
+    from deltalatent.kernels.attn_res import triton_kernels, triton_wide
+
+    monkeypatch.setattr(triton_kernels, "WIDE_CHANNELS", 0)
+    monkeypatch.setattr(triton_wide, "MAX_GROUPS", 2)
+    check_triton(count, shape, dtype, form=form)
+
+
+@needs_triton
 def test_triton_takes_any_layout_and_no_rows():
     case = random_case(2, (3, 2, 8), torch.float32, device=DEVICE)
     case["sources"] = [case["sources"][0].transpose(0, 1).contiguous().transpose(0, 1), case["sources"][1]]
@@ -413,8 +435,13 @@ def test_triton_under_compile(pass_on):
 
 
 @needs_triton
-def test_triton_adds_gradients_that_arrive():
+@pytest.mark.parametrize("wide", [False, True])
+def test_triton_adds_gradients_that_arrive(monkeypatch, wide):
     """In the first mix for all sources, in the second for some, in the third for none."""
+    if wide:
+        from deltalatent.kernels.attn_res import triton_kernels
+
+        monkeypatch.setattr(triton_kernels, "WIDE_CHANNELS", 0)
     case, doutput = random_case(4, (3, 20), torch.float32, device=DEVICE), torch.randn(3, 20, device=DEVICE)
     chained, apart, exact = check_chain(partial(three_mixes, impl="triton"), case, doutput)
     for name, tensor in chained.items():

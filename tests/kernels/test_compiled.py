@@ -137,9 +137,11 @@ def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 def run_attn_res():
-    sources, weight = [zeros(4, 7168) for _ in range(9)], zeros(7168)
-    _, stats = attn_res.attn_res_forward(sources, weight, weight, weight, 1e-6, 1e-6, True)
-    attn_res.attn_res_backward(sources, weight, weight, weight, stats, sources[0], sources, 1e-6)
+    """Streams of both backward passes."""
+    for width in (2048, 7168):
+        sources, weight = [zeros(4, width) for _ in range(9)], zeros(width)
+        _, stats = attn_res.attn_res_forward(sources, weight, weight, weight, 1e-6, 1e-6, True)
+        attn_res.attn_res_backward(sources, weight, weight, weight, stats, sources[0], sources, 1e-6)
 
 
 def run_gated_rms_norm():

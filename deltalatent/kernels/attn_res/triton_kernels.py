@@ -6,22 +6,23 @@ Alphabet: S sources, N tokens (all leading axes), D channels. A program works on
 sources at a time: a tile [BS, BD], all of D in one block. The sums over a tile's rows, for which the warps of a
 program have to wait for one another, are made together.
 
-The sources are separate tensors. A kernel takes a tuple of pointers, padded to one of few lengths so that few kernels
-are compiled; a tile picks its pointers from it.
+A tile picks its pointers from a tuple (`triton_common`).
 """
 
 import torch
 import triton
 import triton.language as tl
 
+from deltalatent.kernels.attn_res.triton_common import inverse_rms, load_query, load_vector, padded
+from deltalatent.kernels.attn_res.triton_wide import wide_gradients
 from deltalatent.kernels.tiles import cdiv, next_power_of_2, register_limit
 
-# Lengths to which the tuple of sources is padded; the released model has up to 9.
-SOURCE_COUNTS = (4, 9, 16)
 # Programs of the backward pass, or more until there are so many warps: enough to fill a large chip, few enough that
 # their partial sums are small beside the sources. The same on every machine, so that the order of summation is, too.
 MAX_PROGRAMS = 512
 MAX_WARPS = 2048
+# Streams with more channels have a backward pass of two launches (`triton_wide`).
+WIDE_CHANNELS = 4096
 # Registers for each thread: so few that several programs share a multiprocessor, and one loads while another waits.
 MAX_REGISTERS = 128
 
@@ -46,26 +47,6 @@ def load_tile(sources, index, S, token, column, D):
     pointer = pick(sources, index)[:, None] + (token * D + column)[None, :]
     mask = ((index >= 0) & (index < S))[:, None] & (column < D)[None, :]
     return tl.load(pointer, mask=mask, other=0.0)
-
-
-@triton.jit
-def load_vector(pointer, column, D):
-    return tl.load(pointer + column, mask=column < D, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def load_query(query, key_weight, column, D):
-    """The vector that scores are products with, [BD]."""
-    w = load_vector(query, column, D)
-    if key_weight is not None:
-        w *= load_vector(key_weight, column, D)
-    return w
-
-
-@triton.jit
-def inverse_rms(square, D, eps):
-    """From a sum of squares; rounded correctly, because a score multiplies its error."""
-    return tl.div_rn(1.0, tl.sqrt_rn(square / D + eps))
 
 
 @triton.jit(do_not_specialize=["N", "S"])
@@ -227,11 +208,6 @@ def _backward_tile(width: int) -> dict[str, int]:
     return {"BS": 2, "BD": columns, "num_warps": num_warps, **register_limit(MAX_REGISTERS)}
 
 
-def _padded(tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    length = next(count for count in SOURCE_COUNTS if count >= len(tensors))
-    return (*tensors, *(tensors[:1] * (length - len(tensors))))
-
-
 def attn_res_forward(
     sources: list[torch.Tensor],
     query: torch.Tensor,
@@ -250,10 +226,38 @@ def attn_res_forward(
         stats = torch.empty(2 * len(sources) + 1, rows, dtype=torch.float32, device=output.device)
     if rows > 0:
         attn_res_forward_kernel[(rows,)](
-            _padded(sources), query, key_weight, norm_weight, output, stats, rows, width, len(sources), eps, norm_eps,
+            padded(sources), query, key_weight, norm_weight, output, stats, rows, width, len(sources), eps, norm_eps,
             **_forward_tile(width),
         )  # fmt: skip
     return [output] if stats is None else [output, stats]
+
+
+def _gradients(
+    sources: list[torch.Tensor],
+    dsources: list[torch.Tensor],
+    arriving: tuple[torch.Tensor, ...] | None,
+    arrived: int,
+    query: torch.Tensor,
+    key_weight: torch.Tensor | None,
+    norm_weight: torch.Tensor | None,
+    stats: torch.Tensor,
+    doutput: torch.Tensor,
+    norm_eps: float,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Fill `dsources`; returns partial sums [P, D] of the gradients of w = query * key_weight and of `norm_weight`."""
+    width = query.shape[0]
+    rows = doutput.numel() // width
+    tile = _backward_tile(width)
+    steps = cdiv(rows, max(MAX_PROGRAMS, MAX_WARPS // tile["num_warps"]))
+    programs = cdiv(rows, steps)
+    dw = torch.empty(programs, width, dtype=torch.float32, device=query.device)
+    dnorm = None if norm_weight is None else torch.empty_like(dw)
+    attn_res_backward_kernel[(programs,)](
+        padded(sources), padded(dsources), arriving, arrived, query, key_weight, norm_weight, stats, doutput,
+        dw, dnorm, rows, width, len(sources), norm_eps, steps,
+        **tile,
+    )  # fmt: skip
+    return dw, dnorm
 
 
 def attn_res_backward(
@@ -273,25 +277,17 @@ def attn_res_backward(
     dsources = [torch.empty_like(source) for source in sources]
     weights = [weight for weight in (query, key_weight, norm_weight) if weight is not None]
     width = query.shape[0]
-    rows = doutput.numel() // width
-    if rows == 0:
+    if doutput.numel() == 0:
         return dsources + [torch.zeros_like(weight) for weight in weights]
-    tile = _backward_tile(width)
-    steps = cdiv(rows, max(MAX_PROGRAMS, MAX_WARPS // tile["num_warps"]))
-    programs = cdiv(rows, steps)
-    dw = torch.empty(programs, width, dtype=torch.float32, device=query.device)
-    dnorm = None if norm_weight is None else torch.empty_like(dw)
     arrived = sum(1 << i for i, later in enumerate(arriving) if later is not None)
-    later = [doutput if tensor is None else tensor for tensor in arriving]
-    attn_res_backward_kernel[(programs,)](
-        _padded(sources), _padded(dsources), _padded(later) if arrived else None, arrived,
-        query, key_weight, norm_weight, stats, doutput, dw, dnorm, rows, width, len(sources), norm_eps, steps,
-        **tile,
-    )  # fmt: skip
+    later = padded([doutput if tensor is None else tensor for tensor in arriving]) if arrived else None
+    gradients = wide_gradients if width > WIDE_CHANNELS else _gradients
+    dw, dnorm = gradients(sources, dsources, later, arrived, query, key_weight, norm_weight, stats, doutput, norm_eps)
     dquery, dkey_weight, dnorm_weight = (
         None if weight is None else torch.empty_like(weight) for weight in (query, key_weight, norm_weight)
     )
     attn_res_weights_kernel[(cdiv(width, 16),)](
-        dw, dnorm, query, key_weight, dquery, dkey_weight, dnorm_weight, programs, width, BP=256, BD=16, num_warps=8
-    )
+        dw, dnorm, query, key_weight, dquery, dkey_weight, dnorm_weight, dw.shape[0], width,
+        BP=256, BD=16, num_warps=8,
+    )  # fmt: skip
     return dsources + [grad for grad in (dquery, dkey_weight, dnorm_weight) if grad is not None]
