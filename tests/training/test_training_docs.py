@@ -150,3 +150,16 @@ def test_examples_exist_and_are_all_listed() -> None:
 def test_links_lead_somewhere(page: str) -> None:
     targets = re.findall(r"\]\(([^)#]+?)\)", PROSE[page])
     assert [target for target in targets if not target.startswith("http") and not (DOCS / target).exists()] == []
+
+
+def test_figures_of_the_graphed_trainer_are_those_of_the_file() -> None:
+    results = json.loads((ROOT / "benchmarks" / "results" / "trainer-h200.json").read_text())["results"]
+    measured = {(result["size"], result["trainer"]): result for result in results}
+    cells = {row[0].split()[0]: row[1:3] for row in rows("training", "whole steps")}
+    assert len(cells) == 2
+    for size, texts in cells.items():
+        for text, trainer in zip(texts, ("Trainer", "CudaGraphTrainer"), strict=True):
+            result = measured[size, trainer]
+            milliseconds, tokens = re.fullmatch(r"([\d.]+) ms, (\d+) k tokens/s", text).groups()
+            assert float(milliseconds) == pytest.approx(result["step_ms"], rel=0.005)
+            assert int(tokens) == round(result["tokens_per_s"] / 1e3)
