@@ -155,7 +155,7 @@ def test_links_lead_somewhere(page: str) -> None:
 def test_figures_of_the_graphed_trainer_are_those_of_the_file() -> None:
     results = json.loads((ROOT / "benchmarks" / "results" / "trainer-h200.json").read_text())["results"]
     measured = {(result["size"], result["trainer"]): result for result in results}
-    cells = {row[0].split()[0]: row[1:3] for row in rows("training", "whole steps")}
+    cells = {row[0].split("`")[0]: row[1:3] for row in rows("training", "whole steps")}
     assert len(cells) == 2
     for size, texts in cells.items():
         for text, trainer in zip(texts, ("Trainer", "CudaGraphTrainer"), strict=True):
