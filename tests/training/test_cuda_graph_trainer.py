@@ -63,6 +63,12 @@ def train(
     return losses, {name: tensor.cpu() for name, tensor in model.state_dict().items()}
 
 
+def adapted(model: Any) -> nn.Module:
+    """With LoRA on all linear maps and the experts; adapters begin as random numbers and zeros."""
+    torch.manual_seed(3)
+    return get_peft_model(model, LoraConfig(r=4, lora_alpha=8, **lora_targets(model.config)))
+
+
 @pytest.fixture
 def without_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[nn.Module], list[int]]:
     """What a graph does, without one: recording computes nothing, a replay writes to the tensors of the recording."""
@@ -117,6 +123,16 @@ def test_losses_and_weights_are_those_of_the_trainer(
     assert all(torch.equal(state[name], weights[name]) for name in weights)
     assert len(set(replays)) == len(lengths) * min(accumulation, 2), "graphs that were replayed"
     assert len(replays) >= 9 * accumulation - 2 * CudaGraphTrainer.warmup_steps - accumulation
+
+
+def test_adapters_alone_get_gradients(without_gpu: Callable[[nn.Module], list[int]], tmp_path: Path) -> None:
+    expected, weights = train(Trainer, adapted(tiny_model()), tmp_path, samples(40))
+    model = adapted(tiny_model())
+    replays = without_gpu(model)
+    losses, state = train(CudaGraphTrainer, model, tmp_path, samples(40))
+    assert len(replays) == 9 - CudaGraphTrainer.warmup_steps
+    assert losses == expected
+    assert all(torch.equal(state[name], weights[name]) for name in weights)
 
 
 def test_a_mask_of_ones_is_left_out(without_gpu: Callable[[nn.Module], list[int]], tmp_path: Path) -> None:
@@ -201,11 +217,6 @@ def test_what_cannot_be_captured_names_the_cause(
     assert "when stream is capturing" in str(caught.value.__cause__)
 
 
-def adapted(model: nn.Module) -> nn.Module:
-    targets = lora_targets(model)
-    return get_peft_model(model, LoraConfig(r=4, lora_alpha=8, **targets._asdict()))
-
-
 CHECKPOINTING = {
     "activation_checkpointing": True,
     "activation_checkpointing_kwargs": {"use_reentrant": False, "preserve_rng_state": False},
@@ -236,8 +247,7 @@ def test_captured_training_is_eager_training(
     """With clipping and balancing of experts, in float32: what may differ is the order of sums in attention."""
     runs = []
     for kind in (Trainer, CudaGraphTrainer):
-        torch.manual_seed(3)
-        model = tiny_model()
+        model: nn.Module = tiny_model()
         if how == "adapters":
             model = adapted(model)
         options = CHECKPOINTING if how == "checkpointing" else {}
