@@ -11,7 +11,7 @@ joined by a second kernel (split softmax of flash decoding). The bytes floor is 
 are neighbours in the launch, so that the second one finds the part in the L2 cache. How much of a part is written is
 read on the device, and nothing depends on values on the host, so that a launch can be captured in a CUDA graph.
 
-On Hopper, many query vectors run in `gluon_absorbed` instead of the first kernel.
+On Hopper, many query vectors run in `triton_hopper` instead of the first kernel.
 """
 
 import functools
@@ -170,7 +170,7 @@ class LaunchShape(NamedTuple):
     Attributes:
         BM: Query vectors. BN: cached tokens.
         programs: How many are launched per multiprocessor: one hides the latency of another.
-        gluon: Whether `gluon_absorbed.hopper_split_kernel` runs; it knows one tile only.
+        gluon: Whether `triton_hopper.hopper_split_kernel` runs; it knows one tile only.
     """
 
     BM: int
@@ -232,9 +232,9 @@ def gluon_kernels(capability: tuple[int, int]) -> ModuleType | None:
             triton.__version__,
         )
         return None
-    from deltalatent.kernels.latent_attention import gluon_absorbed
+    from deltalatent.kernels.latent_attention import triton_hopper
 
-    return gluon_absorbed
+    return triton_hopper
 
 
 def num_splits(vectors: int, batch_size: int, tokens: int, shape: LaunchShape, processors: int) -> int:
