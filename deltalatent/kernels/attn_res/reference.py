@@ -39,7 +39,9 @@ def attention_residual_mix_reference(
         return s, (s @ w) * r, r
 
     mixed, highest, r = scored(sources[0])
-    scores, inverse_rms, denominator = [highest], [r], torch.ones_like(highest)
+    # One, and a function of the query: of a single source, too, its gradient is zero and not absent.
+    denominator = torch.exp(highest - highest)
+    scores, inverse_rms = [highest], [r]
     for source in sources[1:]:
         s, score, r = scored(source)
         new_highest = torch.maximum(highest, score)
