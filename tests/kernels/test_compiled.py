@@ -259,6 +259,12 @@ def test_tiles_fit_the_least_shared_memory_of_nvidia(monkeypatch, run):
     check_fits(monkeypatch, "sm86", run)
 
 
+@pytest.mark.parametrize("device", ["sm80", "sm86", "sm90"])
+def test_scans_of_wide_float32_heads_leave_room_for_the_state(monkeypatch, device):
+    """In chunks of 16, of which more would be loaded ahead but for the state that eight warps exchange."""
+    check_fits(monkeypatch, device, lambda: run_kda(256, torch.float16, None))
+
+
 @pytest.mark.parametrize(("device", "heads"), [("sm80", 96), ("sm86", 32), ("sm86", 8)])
 def test_tiles_of_latent_attention_follow_the_shared_memory(monkeypatch, device, heads):
     check_fits(monkeypatch, device, lambda: run_latent_attention(heads))
