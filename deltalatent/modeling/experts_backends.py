@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 
+from deltalatent.kernels.autocast import is_autocasting
 from deltalatent.kernels.dispatch import Obstacle, resolve_impl
 from deltalatent.kernels.experts import experts_obstacle, grouped_experts
 
@@ -108,10 +109,9 @@ def _of_the_same_code(name: str) -> ExpertsFunction:
 
 
 def _compute_dtype(experts: Any, hidden_states: Tensor) -> torch.dtype:
-    device = hidden_states.device.type
-    # "meta" knows no autocast. To ask `torch.amp.is_autocast_available` would break the graph under PyTorch 2.11.
-    if device != "meta" and torch.is_autocast_enabled(device):
-        return torch.get_autocast_dtype(device)
+    device = hidden_states.device
+    if is_autocasting(device):
+        return torch.get_autocast_dtype(device.type)
     return experts.gate_up_proj.dtype
 
 

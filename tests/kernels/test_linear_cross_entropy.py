@@ -41,6 +41,12 @@ def test_chunks_are_the_definition(chunk_size, num_items):
         assert_close(actual[name], tensor, 1e-13, name)
 
 
+def test_shapes_alone():
+    """On "meta", which knows no autocast, models are traced without memory."""
+    loss = linear_cross_entropy(X.to("meta"), W.to("meta"), T.to("meta"))
+    assert loss.is_meta and loss.shape == () and loss.dtype == torch.float32
+
+
 @pytest.mark.parametrize(
     ("tokens", "words", "expected"),
     [

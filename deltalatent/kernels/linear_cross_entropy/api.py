@@ -7,6 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from deltalatent.kernels.autocast import is_autocasting
 from deltalatent.kernels.dispatch import Obstacle, resolve_impl, triton_obstacle
 from deltalatent.kernels.linear_cross_entropy.autograd import chunked_loss
 from deltalatent.kernels.linear_cross_entropy.validation import validate_linear_cross_entropy
@@ -60,7 +61,7 @@ def linear_cross_entropy(
         RuntimeError: A target outside of the vocabulary, on a CPU; on a GPU the loss is NaN then.
     """
     device = hidden_states.device
-    if torch.is_autocast_enabled(device.type):
+    if is_autocasting(device):
         dtype = torch.get_autocast_dtype(device.type)
         hidden_states, weight = hidden_states.to(dtype), weight.to(dtype)
     validate_linear_cross_entropy(hidden_states, weight, targets, chunk_size)
