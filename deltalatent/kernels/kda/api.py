@@ -13,15 +13,13 @@ import torch
 from deltalatent.kernels.dispatch import Obstacle, resolve_impl, triton_obstacle
 from deltalatent.kernels.kda import autograd
 from deltalatent.kernels.kda.reference import kda_chunk_reference, kda_recurrent_reference
-from deltalatent.kernels.kda.validation import validate_kda_inputs
+from deltalatent.kernels.kda.validation import TRITON_LOWER_BOUND, validate_kda_inputs
 
 # Fastest of 16, 32 and 64 on a CPU at the head sizes of small models; the result does not depend on it.
 TORCH_CHUNK_SIZE = 32
 
 TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 TRITON_MAX_WIDTH = 256
-TRITON_LOWER_BOUND = -10.0
-"""The decay of half a 16-token tile, 2^(8 * 10 / ln 2), still leaves float32 room for sums."""
 
 
 def kda_chunk(

@@ -31,6 +31,7 @@ import torch
 import triton
 import triton.language as tl
 
+from deltalatent.kernels.kda.validation import TRITON_LOWER_BOUND
 from deltalatent.kernels.packing import chunk_index
 from deltalatent.kernels.tiles import cdiv, device_limits, next_power_of_2, register_limit
 
@@ -68,8 +69,8 @@ def gate_centre(chunk_size: int, gate_lower_bound: float) -> int:
 MAX_CENTRE = 116
 """Factors reach 2^+-(centre + 1); float32 and bfloat16 end at 2^127, and sums over a tile need some room."""
 
-SOFTPLUS_FLOOR = -10.0
-"""Log decay of a token at which the unbounded gate is cut off: the strongest that chunks of 16 tokens hold.
+SOFTPLUS_FLOOR = TRITON_LOWER_BOUND
+"""Log decay of a token at which the unbounded gate is cut off.
 
 Below it the decay of a channel counts as e^-10 instead of something smaller, so that a token is off by at most
 4.5e-5 of what the state held before it. What follows, diag(exp(g)) and I - b k k^T, has norms of at most 1: no

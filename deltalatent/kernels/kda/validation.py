@@ -8,6 +8,10 @@ import torch
 
 from deltalatent.kernels.packing import validate_cu_seqlens
 
+TRITON_LOWER_BOUND = -10.0
+"""Strongest log decay of a token that the chunked Triton kernels hold: the decay of half a 16-token tile,
+2^(8 * 10 / ln 2), still leaves float32 room for sums."""
+
 
 def _expect_shape(name: str, x: torch.Tensor, expected: tuple[int, ...], letters: str) -> None:
     if tuple(x.shape) != expected:
