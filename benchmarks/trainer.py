@@ -11,7 +11,6 @@ experts. Times are medians of optimizer steps, from the end of one to the end of
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import statistics
 import sys
@@ -25,8 +24,7 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator
 
 from benchmarks.run import environment, write
-from deltalatent.configuration.sizes import size_config
-from deltalatent.modeling.modeling_kimi_k3 import KimiK3ForCausalLM
+from benchmarks.whole_model import Settings, build, release
 from deltalatent.training import CudaGraphTrainer, QuantileBalancingCallback
 
 UNTIMED = CudaGraphTrainer.warmup_steps + 2
@@ -49,13 +47,10 @@ class StepTimer(TrainerCallback):
 
 def measure(kind: type[Trainer], size: str, rows: int, tokens: int, steps: int) -> dict[str, float]:
     """Milliseconds per step, tokens per second and peak memory of a run of `Trainer.train`."""
-    torch.manual_seed(0)
+    release()
     torch.cuda.reset_peak_memory_stats()
-    config = size_config(size)
-    with torch.device("cuda"):
-        model: Any = KimiK3ForCausalLM(config)
-    model.to(torch.bfloat16)
-    data = [{"input_ids": ids, "labels": ids} for ids in torch.randint(3, config.vocab_size, (rows * 4, tokens))]
+    model = build(size, Settings(torch.device("cuda"), flops_per_s=1.0))
+    data = [{"input_ids": ids, "labels": ids} for ids in torch.randint(3, model.config.vocab_size, (rows * 4, tokens))]
     timer = StepTimer()
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
@@ -95,8 +90,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             report["results"].append(record)
             print(json.dumps(record), flush=True)
             write(report, options.out)
-            gc.collect()
-            torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":
