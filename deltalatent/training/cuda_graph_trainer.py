@@ -198,6 +198,6 @@ def _check_arguments(args: TrainingArguments) -> None:
     found = [message for message, present in obstacles.items() if present]
     if found:
         raise ValueError(
-            f"`CudaGraphTrainer` cannot run with these arguments: {'; '.join(found)}. `transformers.Trainer` has no such "
-            "limits."
+            f"`CudaGraphTrainer` cannot run with these arguments: {'; '.join(found)}. `transformers.Trainer` has no "
+            "such limits."
         )
