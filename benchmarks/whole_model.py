@@ -41,7 +41,8 @@ VARIANTS: dict[str, dict[str, str]] = {
     "fla+grouped_mm": {"kda": "fla", "experts": "grouped_mm"},
     "torch": {"kda": "torch", "experts": "grouped_mm"},
 }
-"""What computes the KDA recurrence and the experts; "torch" is every operator of ours in its plain PyTorch form."""
+"""What computes the KDA recurrence and the experts. With "torch" depth mixing and what surrounds the recurrence are in
+their plain PyTorch form, too; the rest of the model is the same in all."""
 
 MATCHED: dict[str, Any] = {
     "vocab_size": 32000,
@@ -93,7 +94,7 @@ class Settings:
     flops_per_s: float
     rows: int = 2
     tokens: int = 8192
-    steps: int = 3
+    steps: int = 5
     contexts: tuple[int, ...] = (8192, 131072, 524288)
     tiny: bool = False
 
@@ -517,6 +518,9 @@ def parts(settings: Settings) -> dict[str, Callable[[], dict[str, Any]]]:
     found["train.base.fla"] = partial(
         train, model("base", "fla+grouped_mm"), settings, "base, flash-linear-attention and grouped_mm"
     )
+    found["train.graph.base.fla"] = partial(
+        train, model("base", "fla+grouped_mm"), settings, "base, the same, a CUDA graph", True
+    )
     found["train.kimi_linear"] = partial(
         train, partial(build_kimi_linear, settings), settings, "Transformers' kimi_linear as shipped"
     )
@@ -529,6 +533,7 @@ def parts(settings: Settings) -> dict[str, Callable[[], dict[str, Any]]]:
     # After what is timed: once a profiler has run, launches may stay slower.
     for size in ("small", "base"):
         found[f"profile.{size}"] = partial(profile, model(size), settings, f"{size}, ours")
+    found["profile.matched"] = partial(profile, model("base", **MATCHED), settings, "ours at the shape of kimi_linear")
     found["first_call"] = partial(first_call, settings)
     return found
 
