@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from deltalatent.kernels.gated_rms_norm import gated_rms_norm, gated_rms_norm_reference
+from tests.kernels.test_kda_triton import unwritten_memory_is_nan
 from tests.kernels.triton_testing import DEVICE, assert_as_exact_as_plain, needs_triton, run_under_interpreter
 
 EPS = 1e-5
@@ -134,6 +135,16 @@ def test_triton_equals_torch(shape):
 )
 def test_triton_in_half_precision(dtype, gate_dtype):
     check_triton((3, 5, 40), dtype, gate_dtype)
+
+
+@needs_triton
+def test_unwritten_memory_does_not_reach_triton_results():
+    tensors = random_case((3, 5, 40), torch.float32, device=DEVICE)
+    tensors = (*tensors, torch.randn_like(tensors[1]))
+    expected = evaluate("triton", tensors)
+    with unwritten_memory_is_nan():
+        actual = evaluate("triton", tensors)
+    assert all(map(torch.equal, actual, expected))
 
 
 @needs_triton

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from deltalatent.kernels.kda.reference import kda_recurrent_reference
+from tests.kernels.test_kda_triton import unwritten_memory_is_nan
 from tests.kernels.triton_testing import (
     DEVICE,
     HAS_TRITON,
@@ -120,6 +121,16 @@ def test_state_in_place_and_only_on_demand():
     assert torch.equal(kept, expected_state)
     assert torch.equal(inplace_o, expected_o)
     assert torch.equal(o, expected_o)
+
+
+@needs_triton
+def test_unwritten_memory_does_not_reach_results():
+    inputs, state = random_case(1, OFFSETS[-1] + 2, 1, 2, 20, 24, documents=len(OFFSETS) - 1)
+    options = {"cu_seqlens": torch.tensor(OFFSETS, device=DEVICE), "output_final_state": True}
+    expected = recurrent_triton(**inputs, initial_state=state, **options)
+    with unwritten_memory_is_nan():
+        actual = recurrent_triton(**inputs, initial_state=state, **options)
+    assert all(map(torch.equal, actual, expected))
 
 
 @needs_triton

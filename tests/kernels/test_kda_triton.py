@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -249,6 +251,32 @@ def test_repeated_runs_and_equal_rows_are_bit_equal():
     rows = {n: x.expand(3, *x.shape[1:]) if x.dim() > 2 else x for n, x in inputs.items()}
     o, final = triton_form(*[rows[n] for n in NAMES], initial_state=rows["initial_state"], output_final_state=True)
     assert torch.equal(o, first["o"].expand_as(o)) and torch.equal(final, first["final_state"].expand_as(final))
+
+
+@contextmanager
+def unwritten_memory_is_nan() -> Iterator[None]:
+    """Context in which `torch.empty` and its like give NaN, so that whatever reads what nothing has written shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        assert torch.empty(3, device=DEVICE).isnan().all()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@needs_triton
+@pytest.mark.parametrize("case", ["packed", "split"])
+def test_unwritten_memory_does_not_reach_triton_results(case, request):
+    """Outputs and all buffers between kernels are born full of NaN; head widths are padded."""
+    packed = case == "packed"
+    if not packed:
+        request.getfixturevalue("splitting")
+    inputs = random_inputs(1, 40, 1, 20, 24, documents=3 if packed else None)
+    options = {"cu_seqlens": torch.tensor([0, 33, 33, 38], device=DEVICE)} if packed else {}
+    expected = run(triton_form, inputs, **options)
+    with unwritten_memory_is_nan():
+        actual = run(triton_form, inputs, **options)
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
 @needs_triton

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from deltalatent.kernels.short_conv import short_convolution, short_convolution_reference
+from tests.kernels.test_kda_triton import unwritten_memory_is_nan
 from tests.kernels.triton_testing import DEVICE, assert_as_exact_as_plain, needs_triton, run_under_interpreter
 
 # Empty and one-token documents, documents shorter than the window, and two slack tokens of thirteen.
@@ -321,6 +322,16 @@ def test_triton_does_not_touch_other_documents():
     changed[:, 1:3] = y[:, 1:3]
     assert torch.equal(changed, y)
     assert not y[:, OFFSETS[-1] :].any()
+
+
+@needs_triton
+def test_unwritten_memory_does_not_reach_triton_results():
+    x, weight, state, cu_seqlens = random_case(1, PACKED_LENGTH, 3, 4, OFFSETS, torch.float32, DEVICE)
+    tensors = ((x,), (weight,), (state,), (torch.randn_like(x),), (torch.randn_like(state),))
+    expected = evaluate("triton", tensors, cu_seqlens, "silu")
+    with unwritten_memory_is_nan():
+        actual = evaluate("triton", tensors, cu_seqlens, "silu")
+    assert all(map(torch.equal, actual, expected))
 
 
 @needs_triton
