@@ -609,13 +609,13 @@ def chunk_backward(
             BK=config.BK,
             BV=config.BV,
             BD=config.BD,
-            STAGES=config.input_grad_stages,
+            STAGES=2,
             CENTRE=config.centre,
             EXACT=config.compute == torch.float32,
             SOFTPLUS=gate_lower_bound is None,
-            num_warps=config.input_grad_warps,
+            num_warps=4,
             num_stages=1,
-            **register_limit(config.input_grad_registers),
+            **register_limit(255),
         )
     if cu_seqlens is not None:
         for x in (dq, dk, dv, dg, dbeta):

@@ -51,14 +51,10 @@ class Config(NamedTuple):
     compute: torch.dtype  # dtype of the operands of matrix products and of the buffers
     precision: str  # how float32 operands are multiplied
     gate_units: float  # units of the log decay of a token in one bit, see `cumulative_decay`
-    prepare_warps: int
     prepare_registers: int
     scan_warps: int
     scan_stages: int
     BD: int  # channels per program of the last backward kernel
-    input_grad_warps: int
-    input_grad_stages: int
-    input_grad_registers: int
 
 
 def gate_centre(chunk_size: int, gate_lower_bound: float) -> int:
@@ -114,14 +110,10 @@ def choose_config(K: int, V: int, dtype: torch.dtype, gate_lower_bound: float | 
         compute=torch.bfloat16 if half else torch.float32,
         precision=precision,
         gate_units=256.0 if half else 1.0,
-        prepare_warps=4,
         prepare_registers=255 if BK > 128 else 128 if half else 168,
         scan_warps=scan_warps,
         scan_stages=stages,
         BD=min(BK, 64),
-        input_grad_warps=4,
-        input_grad_stages=2,
-        input_grad_registers=255,
     )
 
 
@@ -682,7 +674,7 @@ def prepare(
             EXACT=config.compute == torch.float32,
             SOFTPLUS=gate_lower_bound is None,
             PACKED=cu_seqlens is not None,
-            num_warps=config.prepare_warps,
+            num_warps=4,
             num_stages=1,
             **register_limit(config.prepare_registers),  # left alone, `ptxas` sometimes picks far too few
         )
