@@ -89,6 +89,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         sys.exit("CUDA graphs need a CUDA GPU, none is available")
+    if (devices := torch.cuda.device_count()) > 1:
+        sys.exit(f"`Trainer` would spread a batch over all GPUs, got {devices}: set CUDA_VISIBLE_DEVICES to one")
     report: dict[str, Any] = {"environment": environment(torch.device("cuda")), "results": []}
     cases = itertools.product(options.size or ("small", "base"), options.variant or ("ours",), TRAINERS)
     for size, variant, kind in cases:

@@ -30,7 +30,15 @@ def test_without_a_gpu_it_says_so(monkeypatch):
         trainer.main([])
 
 
+def test_of_several_gpus_one_must_be_chosen(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(SystemExit, match="got 2: set CUDA_VISIBLE_DEVICES"):
+        trainer.main([])
+
+
 @pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() > 1, reason="needs a process that sees one GPU")
 def test_both_trainers_on_a_gpu(tmp_path):
     out = tmp_path / "trainer.json"
     trainer.main(["--size", "tiny", "--rows", "1", "--tokens", "64", "--steps", "2", "--out", str(out)])
