@@ -187,7 +187,7 @@ def run_experts(dtype: torch.dtype = torch.bfloat16):
     index, weights = zeros(200, 2, dtype=torch.int64), zeros(200, 2, dtype=torch.float32)
     options = (True, 4.0, 25.0)
     _, hidden, plan = experts.experts_forward(x, gate_up, down, index, weights, *options, True)
-    experts.experts_backward(x, gate_up, down, weights, hidden, plan, x, *options, [True] * 4)
+    experts.experts_backward(x, gate_up, down, weights, [hidden], plan, x, *options, [True] * 4)
 
 
 def run_latent_attention(heads: int = 96, dtype: torch.dtype = torch.bfloat16):

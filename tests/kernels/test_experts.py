@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Routed experts: the definition in float64 → the loop in PyTorch → Triton; gradients, routing, messages."""
 
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -234,6 +235,33 @@ def test_triton_gives_only_the_gradients_asked_for(frozen):
         assert (actual is None) == (expected is None) == (i in frozen)
         if actual is not None:
             torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+@needs_triton
+def test_triton_frees_the_hidden_values_before_it_makes_weight_gradients(monkeypatch):
+    """Unless the graph is retained: then a second backward pass finds them as they were."""
+    from deltalatent.kernels.experts import triton_launch
+
+    hidden, alive = [], []
+    gated_unit_backward, weight_gradient = triton_launch.gated_unit_backward, triton_launch.weight_gradient
+
+    def watch_hidden(v, values, *rest):
+        hidden.append(weakref.ref(values))
+        return gated_unit_backward(v, values, *rest)
+
+    def watch_weight(*arguments, **options):
+        alive.append(hidden[-1]() is not None)
+        return weight_gradient(*arguments, **options)
+
+    monkeypatch.setattr(triton_launch, "gated_unit_backward", watch_hidden)
+    monkeypatch.setattr(triton_launch, "weight_gradient", watch_weight)
+    (x, gate_up, down, index, weights), dy = random_case(5, 2, 3, 16, 16, torch.float32, device=DEVICE)
+    leaves = [t.requires_grad_() for t in (x, gate_up, down, weights)]
+    y = grouped_experts(x, gate_up, down, index, weights, impl="triton")
+    first = torch.autograd.grad(y, leaves, dy, retain_graph=True)
+    second = torch.autograd.grad(y, leaves, dy)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert alive == [True, True, False, False]
 
 
 @needs_triton

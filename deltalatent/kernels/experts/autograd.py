@@ -40,7 +40,7 @@ def _backward(
     gate_up_proj: Tensor,
     down_proj: Tensor,
     top_k_weights: Tensor,
-    hidden: Tensor,
+    hidden: list[Tensor],
     plan: Tensor,
     grad: Tensor,
     situ: bool,
@@ -48,7 +48,10 @@ def _backward(
     linear_beta: float,
     needed: list[bool],
 ) -> list[Tensor]:
-    """Gradients of the tokens, both weights and the routing weights; an empty tensor where none is needed."""
+    """Gradients of the tokens, both weights and the routing weights; an empty tensor where none is needed.
+
+    The list with the hidden values is emptied as soon as they have been read.
+    """
     from deltalatent.kernels.experts.triton_launch import experts_backward
 
     inputs = (x.contiguous() for x in (hidden_states, gate_up_proj, down_proj, top_k_weights))
@@ -70,7 +73,12 @@ class GroupedExpertsFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         needs = [ctx.needs_input_grad[i] for i in (0, 1, 2, 4)]
-        grads = _backward(*ctx.saved_tensors, grad, *ctx.options, needs)
+        hidden_states, gate_up_proj, down_proj, top_k_weights, *hidden, plan = ctx.saved_tensors
+        # Unless the graph is retained, the list now holds the only reference, and memory for the weights' gradients.
+        ctx.maybe_clear_saved_tensors()
+        grads = _backward(
+            hidden_states, gate_up_proj, down_proj, top_k_weights, hidden, plan, grad, *ctx.options, needs
+        )
         dx, dgate_up, ddown, dweights = (g if need else None for g, need in zip(grads, needs, strict=True))
         return dx, dgate_up, ddown, None, dweights, None, None, None
 
@@ -108,7 +116,8 @@ def _op_setup_context(ctx, inputs, output):
 
 def _op_backward(ctx, grads):
     needs = [ctx.needs_input_grad[i] for i in (0, 1, 2, 4)]
-    results = grouped_experts_backward_op(*ctx.saved_tensors, grads[0], *ctx.options, needs)
+    *inputs, hidden, plan = ctx.saved_tensors
+    results = grouped_experts_backward_op(*inputs, [hidden], plan, grads[0], *ctx.options, needs)
     dx, dgate_up, ddown, dweights = (g if need else None for g, need in zip(results, needs, strict=True))
     return dx, dgate_up, ddown, None, dweights, None, None, None, None
 

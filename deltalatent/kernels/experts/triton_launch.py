@@ -189,17 +189,20 @@ def experts_forward(
 
 
 def experts_backward(
-    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, hidden: Tensor, integers: Tensor, dy: Tensor,
+    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, hidden: list[Tensor], integers: Tensor, dy: Tensor,
     situ: bool, beta: float, linear_beta: float, needed: list[bool],
 ) -> list[Tensor]:  # fmt: skip
-    """Gradients of x, gate_up, down and weights, empty where not `needed`; all inputs contiguous."""
+    """Gradients of x, gate_up, down and weights, empty where not `needed`; all inputs contiguous.
+
+    `hidden` is a list of one tensor and is emptied, so that its memory can be used again.
+    """
     num_tokens, top_k = weights.shape
     config = choose_config(weights.numel(), gate_up.shape[0], x.dtype, x.device)
     tile = config.product
     plan = plan_views(integers, weights.numel(), gate_up.shape[0], tile.BT, tile.TAIL)
     dx, dgate_up, ddown = (x.new_empty(0) for _ in range(3))
     v = grouped_product(dy, down, plan, config, top_k=top_k, gather=True, transposed=True)
-    dhidden, dweights = gated_unit_backward(v, hidden, weights, plan, situ, beta, linear_beta)
+    dhidden, dweights = gated_unit_backward(v, hidden.pop(), weights, plan, situ, beta, linear_beta)
     if needed[0]:  # before the gradients of the weights, which take the most memory
         dxs = grouped_product(dhidden, gate_up, plan, config, top_k=top_k, gather=False, transposed=True)
         dx = combine(dxs, None, plan, num_tokens)
