@@ -250,11 +250,15 @@ class KimiK3LatentAttention(nn.Module):
             size = max(length, SMALLEST_BLOCK)
             for start in [*range(0, past, size), past]:
                 part = slice(start, min(start + size, past) if start < past else end)
-                mask = None if keys is None else keys[:, None, None, part]
+                cached, cached_key, mask = latent[:, part], shared_key[:, part], None
+                if keys is not None:
+                    hidden = ~keys[:, part, None]  # may be anything, and 0 * NaN is NaN
+                    cached, cached_key = cached.masked_fill(hidden, 0), cached_key.masked_fill(hidden, 0)
+                    mask = keys[:, None, None, part]
                 is_own = start == past
                 if mask is not None and is_own:
                     mask = mask & torch.ones(length, length, dtype=torch.bool, device=mask.device).tril()
-                yield self._key_block(latent[:, part], shared_key[:, part], mask, is_own and mask is None)
+                yield self._key_block(cached, cached_key, mask, is_own and mask is None)
 
         return blockwise_attention(query, blocks(), scale=self.scaling).transpose(1, 2)
 
@@ -287,8 +291,9 @@ class KimiK3LatentAttention(nn.Module):
         last = torch.arange(length, device=query.device) + (end - length)
         visible = places <= last[:, None]
         visible = visible[None, None] if keys is None else visible & keys[:, None, None]
-        written = (places < end)[:, None]
-        key, value = self._keys_and_values(torch.where(written, latent, 0), torch.where(written, shared_key, 0))
+        # What nobody sees may be anything, and 0 * NaN is NaN.
+        seen = (places < end if keys is None else (places < end) & keys)[..., None]
+        key, value = self._keys_and_values(torch.where(seen, latent, 0), torch.where(seen, shared_key, 0))
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         output = nn.functional.scaled_dot_product_attention(
             query, key, value, attn_mask=visible, dropout_p=self._dropout, scale=self.scaling

@@ -69,6 +69,32 @@ def test_any_piece_of_any_form_behind_a_cache(
             assert_close(torch.cat(logits, 1)[i, mask[i].bool()], expected, EXACT)
 
 
+@pytest.mark.parametrize("kind", [DynamicCache, StaticCache])
+@pytest.mark.parametrize("form", ["absorbed", "blocks", "gradients"])
+def test_what_is_hidden_or_not_yet_written_may_be_anything(
+    form: str, kind: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cached padding, and places of a preallocated cache behind its last token: weight 0, also of NaN."""
+    monkeypatch.setattr(latent_attention.KimiK3LatentAttention, "_absorbing_is_cheaper", lambda *_: form == "absorbed")
+    model = exact_model("mla_only")
+    ids, mask = left_padded([random_ids(model.config, 1, length, seed=length)[0] for length in (9, 4)])
+    results = []
+    for garbage in (False, True):
+        cache = kind(config=model.config) if kind is DynamicCache else kind(model.config, 12)
+        with torch.set_grad_enabled(form == "gradients"):
+            model(ids[:, :6], attention_mask=mask[:, :6], cache=cache)
+            if garbage:
+                for layer in cache.layers:
+                    for x in (layer.keys, layer.values):
+                        x.detach()[1, :, :5] = torch.nan
+                        x.detach()[:, :, 6:] = torch.nan
+            pieces = [model(ids[:, a:b], attention_mask=mask[:, :b], cache=cache).logits for a, b in ((6, 7), (7, 9))]
+        results.append(torch.cat(pieces, dim=1))
+    assert torch.equal(*results)
+    if form == "gradients" and kind is DynamicCache:
+        assert all(x.isfinite().all() for x in gradients(model, results[1].sum()).values())
+
+
 def test_blocks_are_as_long_as_the_piece_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(latent_attention, "SMALLEST_BLOCK", 4)
     monkeypatch.setattr(latent_attention.KimiK3LatentAttention, "_absorbing_is_cheaper", lambda *_: False)
