@@ -27,7 +27,14 @@ from transformers.utils import logging
 
 from deltalatent.kernels.router import bin_range, count_required_biases
 
-__all__ = ["DEFAULT_NUM_BINS", "QuantileHistogram", "exact_next_bias", "reduce_histograms", "sign_rule_next_bias"]
+__all__ = [
+    "DEFAULT_NUM_BINS",
+    "QuantileHistogram",
+    "exact_next_bias",
+    "next_biases",
+    "reduce_histograms",
+    "sign_rule_next_bias",
+]
 
 logger = logging.get_logger(__name__)
 
@@ -180,20 +187,7 @@ class QuantileHistogram:
             ValueError: if ``bias`` is not [E].
             TypeError: if ``bias`` is neither float32 nor float64 (an update of 1e-4 would be lost in half precision).
         """
-        _check_bias(bias, self.num_experts)
-        self.allocate(bias.device)
-        low, width = bin_range(bias)
-        tokens = self.tokens.long()
-        target = tokens * self.top_k  # E * q: ranks are kept multiplied by E, hence integers
-        cumulative = self.counts.cumsum(dim=1, dtype=torch.int64)  # [E, B]
-        # cumulative >= ceil(q) is cumulative * E >= E * q; max over a 0/1 tensor gives the first bin where it holds.
-        position = (cumulative * self.num_experts >= target).to(torch.uint8).argmax(dim=1, keepdim=True)  # [E, 1]
-        inside = self.counts.gather(1, position).long()
-        before = cumulative.gather(1, position) - inside
-        share = (target - before * self.num_experts).to(bias.dtype) / (inside * self.num_experts).clamp(min=1)
-        edge = low + position * (width / self.num_bins)
-        estimate = (edge + share.clamp(0, 1) * (width / self.num_bins)).squeeze(1)
-        return torch.where(tokens > 0, estimate - estimate.mean(), bias)
+        return next_biases([self], bias[None])[0]
 
     def _require_flat(self) -> Tensor:
         if self._flat is None:
@@ -239,6 +233,39 @@ def _check_bias(bias: Tensor, num_experts: int) -> None:
         )
     if bias.shape != (num_experts,):
         raise ValueError(f"the selection bias must be [num_experts={num_experts}], got {tuple(bias.shape)}.")
+
+
+@torch.no_grad()
+def next_biases(histograms: Sequence[QuantileHistogram], bias: Tensor) -> Tensor:
+    """:meth:`QuantileHistogram.next_bias` of L layers at once, which a GPU does in the time of one.
+
+    Args:
+        histograms: L >= 1 of equal sizes; the counts of those that have none yet are made on the device of ``bias``.
+        bias: the biases that were in force, float32 or float64 [L, E].
+
+    Returns:
+        The next biases, dtype of ``bias``, [L, E]. Takes the memory of these histograms some four times.
+
+    Raises:
+        ValueError, TypeError: as :meth:`QuantileHistogram.next_bias`.
+    """
+    num_experts, top_k, num_bins = histograms[0].num_experts, histograms[0].top_k, histograms[0].num_bins
+    _check_bias(bias[0], num_experts)
+    for histogram in histograms:
+        histogram.allocate(bias.device)
+    counts = torch.stack([histogram.counts for histogram in histograms])  # [L, E, B]
+    tokens = torch.stack([histogram.tokens for histogram in histograms]).long()[:, None]  # [L, 1]
+    target = (tokens * top_k)[..., None]  # E * q: ranks are kept multiplied by E, hence integers
+    cumulative = counts.cumsum(dim=-1, dtype=torch.int64)
+    # cumulative >= ceil(q) is cumulative * E >= E * q; max over a 0/1 tensor gives the first bin where it holds.
+    position = (cumulative * num_experts >= target).to(torch.uint8).argmax(dim=-1, keepdim=True)  # [L, E, 1]
+    inside = counts.gather(-1, position).long()
+    before = cumulative.gather(-1, position) - inside
+    share = (target - before * num_experts).to(bias.dtype) / (inside * num_experts).clamp(min=1)
+    low, width = (edge[:, None] for edge in bin_range(bias))  # [L, 1]
+    edge = low + position.squeeze(-1) * (width / num_bins)
+    estimate = edge + share.squeeze(-1).clamp(0, 1) * (width / num_bins)
+    return torch.where(tokens > 0, estimate - estimate.mean(dim=-1, keepdim=True), bias)
 
 
 @torch.no_grad()

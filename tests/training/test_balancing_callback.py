@@ -17,6 +17,7 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -25,6 +26,7 @@ from deltalatent.modeling.quantile_balancing import QuantileHistogram
 from deltalatent.training import (
     QuantileBalancingCallback,
     balanced_routers,
+    balancing,
     freeze_selection_bias,
     register_quantile_balancing,
     update_selection_bias,
@@ -357,6 +359,62 @@ def test_loads_become_even_over_the_steps() -> None:
     violations = [report.summary()[1].item() for report in reports]
     assert violations[0] > 1
     assert violations[-1] < 0.1  # though the weights move: 16 of 160 tokens per expert
+
+
+def counted_routers(top_ks: tuple[int, ...]) -> nn.ModuleList:
+    """Routers, each under a bias of its own, that have counted a batch; with 0 chosen experts, no token."""
+    torch.manual_seed(3)
+    routers = nn.ModuleList(Router() for _ in top_ks)
+    for router, top_k in zip(routers, top_ks, strict=True):
+        bias = router.e_score_correction_bias.uniform_(-0.1, 0.1)
+        router.balance = QuantileHistogram(NUM_EXPERTS, top_k or TOP_K)
+        scores = torch.rand(50 if top_k else 0, NUM_EXPERTS)
+        chosen = (scores + bias).topk((top_k or TOP_K) + 1, dim=1)
+        router.balance.add(scores, chosen.values[:, -1], bias, None, chosen.indices[:, :-1])
+    return routers
+
+
+@pytest.mark.parametrize("at_once", [1, balancing.COUNTS_AT_ONCE], ids=["one by one", "together"])
+@pytest.mark.parametrize("ema", [None, 0.25])
+def test_layers_updated_together_get_what_each_gets_alone(
+    monkeypatch: pytest.MonkeyPatch, at_once: int, ema: float | None
+) -> None:
+    monkeypatch.setattr(balancing, "COUNTS_AT_ONCE", at_once)
+    top_ks = (2, 2, 3, 0, 2)  # neighbours alike, neighbours that are not, one that has counted nothing
+    routers = counted_routers(top_ks)
+    alone = copy.deepcopy(routers)
+    report = update_selection_bias(routers, ema=ema)
+    assert report.tokens.tolist() == [50, 50, 50, 0, 50]
+    for index, (router, other) in enumerate(zip(routers, alone, strict=True)):
+        old, loads = other.e_score_correction_bias.clone(), other.balance.loads.long()
+        estimate = other.balance.next_bias(old)
+        expected = estimate if ema is None else torch.lerp(estimate, old, ema)
+        torch.testing.assert_close(router.e_score_correction_bias, expected, rtol=0, atol=1e-7)  # the mean's order
+        assert torch.equal(router.e_score_correction_bias, old) == (top_ks[index] == 0)
+        assert torch.equal(report.loads[index], loads)
+        single = update_selection_bias(other)
+        for name in ("max_violation", "coefficient_of_variation", "dead_experts"):
+            torch.testing.assert_close(getattr(report, name)[index], getattr(single, name)[0], equal_nan=True)
+        assert router.balance.tokens == router.balance.counts.sum() == 0
+
+
+def test_a_further_layer_costs_an_update_two_launches() -> None:
+    """An update waits in every step outside of the CUDA graph of `CudaGraphTrainer`: its bias, and its counts to 0."""
+
+    class Kernels(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.count += not func.is_view
+            return func(*args, **(kwargs or {}))
+
+    counts = []
+    for layers in (3, 7):
+        routers = counted_routers((2,) * layers)
+        with Kernels() as kernels:
+            update_selection_bias(routers)
+        counts.append(kernels.count)
+    assert counts[1] - counts[0] == 4 * 2
 
 
 def test_ema_keeps_a_share_of_the_old_bias() -> None:

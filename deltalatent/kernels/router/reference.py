@@ -63,8 +63,8 @@ def _largest(biased: Tensor, top_k: int, num_groups: int, top_groups: int) -> tu
 
 
 def bin_range(bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Lower edge and width of the range `[min(b) - 1, max(b) + 1]` of the bins, each []."""
-    low, high = torch.aminmax(bias)
+    """Lower edge and width of the range `[min(b) - 1, max(b) + 1]` of the bins, each [...] for biases [..., E]."""
+    low, high = torch.aminmax(bias, dim=-1)
     return low - 1, high - low + 2
 
 
