@@ -129,12 +129,14 @@ class ShardedLoading(DistributedMixin):
             handle.remove()
 
     def _resolve_parallel_plans(self, distributed_config):
-        # Of a half-precision model the base class groups what stays float32 by itself, parents of it included.
+        # Of a half-precision model the base class makes groups for what stays float32: modules that are grouped
+        # already, and MLA layers, which its pattern cannot tell from KDA layers. Every group costs the host time.
         tp_plan, ep_plan, fsdp_plan = super()._resolve_parallel_plans(distributed_config)
+        named = self._expand_parallel_plan(dict(self.fsdp_plan))
         grouped = [name for name, _ in _float32_modules(cast(nn.Module, self))]
         fsdp_plan = {
             name: style
             for name, style in fsdp_plan.items()
-            if not any(name == prefix or name.startswith(f"{prefix}.") for prefix in grouped)
+            if name in named and not any(name == prefix or name.startswith(f"{prefix}.") for prefix in grouped)
         }
         return tp_plan, ep_plan, fsdp_plan

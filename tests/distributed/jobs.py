@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.distributed import DistributedConfig, load_optimizer_distributed, save_optimizer_distributed
 from transformers.distributed.sharding_utils import DtensorShardOperation
 
+from benchmarks import scaling
 from deltalatent import KimiK3ForCausalLM
 from deltalatent.training import (
     MuonAdamW,
@@ -108,6 +110,17 @@ def train(
         record["biases"].append(torch.stack(biases(model)))
     handle.remove()
     return record
+
+
+def groups_of_fsdp(rank: int, path: Path) -> list[list[str]]:
+    """Names of the modules that gather their parameters together, of a model stored in bf16, by group."""
+    config = DistributedConfig(fsdp_size=2, ep_size=2)
+    model = KimiK3ForCausalLM.from_pretrained(path, distributed_config=config, dtype=torch.bfloat16)
+    groups: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            groups.setdefault(id(module._get_fsdp_state()), []).append(name)
+    return list(groups.values())
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -346,3 +359,31 @@ def run_example(rank: int, argv: list[str]) -> list[float]:
     losses = [main(argv)]
     dist.broadcast_object_list(losses)
     return losses[0]
+
+
+def scaling_benchmark(rank: int, folder: Path) -> dict[str, Any]:
+    """Results of `benchmarks/scaling.py`: one measurement that fails, one that is made, then a second launch."""
+
+    def fail(bench: scaling.Bench, record: dict[str, Any]) -> None:
+        record["found"] = 1
+        raise ValueError("for the test")
+
+    def succeed(bench: scaling.Bench, record: dict[str, Any]) -> None:
+        record["found"] = 2
+
+    def once(bench: scaling.Bench, function: Any, calls: int) -> float:
+        function()
+        return 1.0
+
+    scaling.seconds_of, scaling.ROWS_PER_GPU = once, {"tiny": (2,)}
+    args = argparse.Namespace(work=str(folder), out=str(folder), part="many", seconds=600.0)
+    first = scaling.Bench(args, torch.device("cpu"))
+    first.measure("failing", fail)
+    first.measure("speed", scaling.speed, "tiny", "ep")
+    dist.barrier()
+    second = scaling.Bench(args, torch.device("cpu"))
+    second.measure("failing", succeed)
+    second.measure("speed", fail)
+    second.seconds = -1.0
+    second.measure("late", succeed)
+    return {"first": first.results, "second": second.results}

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from deltalatent import KimiK3ForCausalLM
+from deltalatent.modeling.latent_moe import KimiK3SparseMoE
 from tests.distributed import jobs
 from tests.distributed.launch import run_ranks
 
@@ -81,6 +82,20 @@ def test_a_rank_reads_its_own_experts_only(checkpoint: Path) -> None:
         assert read["largest_expert"] == model.config.moe_intermediate_size * model.config.routed_expert_hidden_size
         assert read["held"] == experts // 2 + read["held_others"]
         assert read["held_others"] == pytest.approx(others / 2, rel=0.01)  # a row does not split
+
+
+def test_no_more_groups_than_dtypes_and_meshes_ask_for(checkpoint: Path) -> None:
+    """Each group is a collective in forward, two in backward and half a dozen hooks: of MLA layers there is one."""
+    groups, _ = run_ranks(2, jobs.groups_of_fsdp, checkpoint)
+    expected = {"", "model.embed_tokens", "model.norm"}  # the head goes with the norm before it
+    for number, layer in enumerate(jobs.load(checkpoint).model.layers):
+        expected.add(name := f"model.layers.{number}")
+        if layer.layer_type == "linear_attention":
+            expected |= {f"{name}.self_attn", f"{name}.self_attn.q_proj"}  # float32, and the linear maps
+        if isinstance(layer.mlp, KimiK3SparseMoE):
+            expected |= {f"{name}.mlp.gate", f"{name}.mlp.experts"}
+    assert {names[0] for names in groups} == expected
+    assert len(groups) == len(expected)
 
 
 def test_pipeline_stages_are_refused(checkpoint: Path) -> None:
