@@ -253,6 +253,7 @@ def environment(device: torch.device) -> dict[str, Any]:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             versions[package] = "not installed"
+    versions["torch"] = torch.__version__  # with its build, as in 2.11.0+cu130
     about: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "device": platform.processor() or platform.machine(),

@@ -135,7 +135,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     (output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     draw(examples, answers, output / "predictions.png")
     for key, value in summary.items():
-        print(f"{key:27}{value:,.4g}")
+        print(f"{key:27}{'-' if value is None else format(value, ',.4g')}")
     print(f"Wrote the model, its processor, summary.json and predictions.png to {output}.")
     return summary
 

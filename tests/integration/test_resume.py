@@ -31,7 +31,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
     """Folders of all runs, and the exit statuses of their processes."""
     folder = tmp_path_factory.mktemp("runs")
     script = ROOT / "tests" / "integration" / "resume_run.py"
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, script, folder], env=environment, capture_output=True, text=True, timeout=300
     )

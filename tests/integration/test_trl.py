@@ -58,6 +58,13 @@ def answer_log_probabilities(model: KimiK3ForCausalLM, tokenizer: Any, messages:
     return every[0, :-1].gather(-1, ids[0, 1:, None])[:, 0][spoken[1:]]
 
 
+def short_conversations(tokenizer: Any) -> datasets.Dataset:
+    """A dozen that fill four rows of 256 tokens at most: longer ones would be cut, and differ with Python's texts."""
+    every = load_instructions(limit=100)
+    lengths = [len(tokenizer.apply_chat_template(row["messages"], return_dict=True)["input_ids"]) for row in every]
+    return every.select([i for i, length in enumerate(lengths) if length <= 64][:12])
+
+
 def sft_trainer(folder: Path, tokenizer: Any, conversations: datasets.Dataset, **fields: Any) -> Any:
     arguments = {"packing": True, "assistant_only_loss": True, "max_length": 256}
     return trl.SFTTrainer(
@@ -71,7 +78,7 @@ def sft_trainer(folder: Path, tokenizer: Any, conversations: datasets.Dataset, *
 
 
 def test_packed_sft_loss_is_that_of_the_separate_answers(tokenizer: Any, tmp_path: Path) -> None:
-    conversations = load_instructions(limit=12)
+    conversations = short_conversations(tokenizer)
     run = sft_trainer(tmp_path, tokenizer, conversations)
     lengths = [len(row["input_ids"]) for row in run.eval_dataset]
     assert len(lengths) < len(conversations) / 2  # they are packed
@@ -83,7 +90,7 @@ def test_packed_sft_loss_is_that_of_the_separate_answers(tokenizer: Any, tmp_pat
 
 def test_sft_step_counts_every_token_and_logs_the_load(tokenizer: Any, tmp_path: Path) -> None:
     """With recomputation, TRL's default, each token is still counted once."""
-    conversations = load_instructions(limit=12)
+    conversations = short_conversations(tokenizer)
     run = sft_trainer(
         tmp_path,
         tokenizer,

@@ -142,8 +142,8 @@ def test_convolution_alone_keeps_documents_apart() -> None:
     expected, _ = short_convolution(x[:, 5:], weight)
     for first in (x[:, :5], torch.full((1, 5, 8), 1e20)):
         y, _ = short_convolution(torch.cat([first, x[:, 5:]], 1), weight, cu_seqlens=cu_seqlens)
-        assert torch.equal(y[:, 5:8], expected[:, :3])
-        assert torch.equal(y[:, 5:], expected)
+        # The same sums, but PyTorch may vectorise the longer row differently.
+        assert_close(y[:, 5:], expected, 1e-6)
 
 
 def test_recurrence_alone_keeps_documents_apart() -> None:
