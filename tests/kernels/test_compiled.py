@@ -45,6 +45,7 @@ pytestmark = pytest.mark.skipif(not HAS_TRITON or INTERPRETING, reason="needs Tr
 
 POINTERS = {
     torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int64: "*i64", torch.int32: "*i32",
+    torch.uint8: "*u8",
 }  # fmt: skip
 LIMITS = {
     "sm80": DeviceLimits(166912, 108, (8, 0)),
@@ -190,10 +191,11 @@ def run_experts(dtype: torch.dtype = torch.bfloat16):
     experts.experts_backward(x, gate_up, down, weights, [hidden], plan, x, *options, [True] * 4)
 
 
-def run_latent_attention(heads: int = 96, dtype: torch.dtype = torch.bfloat16):
+def run_latent_attention(heads: int = 96, dtype: torch.dtype = torch.bfloat16, masked: bool = False):
     query, shared_query = zeros(1, 1, heads, 512, dtype=dtype), zeros(1, 1, heads, 64, dtype=dtype)
     latent, shared_key = zeros(1, 4096, 512, dtype=dtype), zeros(1, 4096, 64, dtype=dtype)
-    triton_absorbed.launch(query, shared_query, latent, shared_key, None, zeros(1, dtype=torch.int32), 0.1)
+    mask = zeros(1, 1, 4096, dtype=torch.bool) if masked else None
+    triton_absorbed.launch(query, shared_query, latent, shared_key, mask, zeros(1, dtype=torch.int32), 0.1)
 
 
 def kda_inputs(width: int, dtype: torch.dtype, bound: float | None = -5.0) -> tuple:
@@ -267,7 +269,7 @@ def test_scans_of_wide_float32_heads_leave_room_for_the_state(monkeypatch, devic
 
 @pytest.mark.parametrize(("device", "heads"), [("sm80", 96), ("sm86", 32), ("sm86", 8)])
 def test_tiles_of_latent_attention_follow_the_shared_memory(monkeypatch, device, heads):
-    check_fits(monkeypatch, device, lambda: run_latent_attention(heads))
+    check_fits(monkeypatch, device, lambda: run_latent_attention(heads, masked=heads < 96))
 
 
 def test_float32_tiles_of_latent_attention_fit_the_least_shared_memory_of_nvidia(monkeypatch):

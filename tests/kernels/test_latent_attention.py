@@ -76,13 +76,16 @@ def test_reference_is_the_definition_with_its_gradients(mask, end, block, monkey
 
 
 def test_what_is_not_seen_may_be_anything():
-    """The rest of a preallocated cache is uninitialised memory: 0 * NaN is NaN."""
+    """The rest of a preallocated cache is uninitialised memory, and a mask may hide garbage: 0 * NaN is NaN."""
     query, shared_query, latent, shared_key = latent_case()
-    end = torch.tensor([5, 8])
-    expected = latent_attention(query, shared_query, latent, shared_key, scale=1.0, end=end)
-    for b in range(2):
-        latent[b, end[b] :] = shared_key[b, end[b] :] = torch.nan
-    assert torch.equal(latent_attention(query, shared_query, latent, shared_key, scale=1.0, end=end), expected)
+    end = torch.tensor([0, 8])
+    mask = torch.rand(2, 3, 11) < 0.3
+    options = {"scale": 1.0, "end": end, "mask": mask}
+    expected = latent_attention(query, shared_query, latent, shared_key, **options)
+    assert not expected[0].any()
+    seen = (torch.arange(11) < end[:, None]) & mask.any(1)
+    latent[~seen] = shared_key[~seen] = torch.nan
+    assert torch.equal(latent_attention(query, shared_query, latent, shared_key, **options), expected)
 
 
 def test_half_precision_is_computed_in_float32():

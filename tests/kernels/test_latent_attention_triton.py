@@ -85,20 +85,41 @@ def test_masks_and_lengths(mask, splits):
         check(tensors, mask, None if end is None else end.to(DEVICE), splits)
 
 
+def poisoned(tensors, mask, end):
+    """NaN in whatever no query sees: behind the end, and where a mask hides a token from all of them."""
+    B, S = tensors[2].shape[:2]
+    seen = torch.arange(S, device=DEVICE) < (S if end is None else end.view(-1, 1))
+    if mask is not None:
+        seen = seen & mask.any(1)
+    return [*tensors[:2], *(x.masked_fill(~seen.expand(B, S)[..., None], torch.nan) for x in tensors[2:])]
+
+
+@needs_triton
+@pytest.mark.parametrize("mask", [None, (2, 1), (1, 1), (2, 2), (1, 2)], ids=["all", "rows", "one", "both", "queries"])
+def test_what_no_query_sees_is_not_read(mask):
+    tensors = random_case(2, 2, 3, 40, 16, 16)
+    mask = None if mask is None else torch.rand(*mask, 40, device=DEVICE) < 0.5
+    for end in (None, [9, 23], [0, 1]):
+        end = None if end is None else torch.tensor(end, device=DEVICE)
+        for splits in (1, 4):
+            expected = check(tensors, mask, end, splits)
+            assert torch.equal(launch(*poisoned(tensors, mask, end), mask, end, 0.2, None, splits), expected)
+
+
 @needs_triton
 @pytest.mark.parametrize("splits", [1, 4], ids="N{}".format)
-def test_nothing_behind_the_end_is_read_and_a_blind_query_gets_zero(splits):
-    tensors = random_case(2, 2, 2, 40, 16, 16)
-    end = torch.tensor([9, 23], device=DEVICE)
-    mask = torch.ones(2, 2, 40, dtype=torch.bool, device=DEVICE)
+def test_blind_queries_get_zero(splits):
+    """A mask that hides everything from one, a row without tokens, and a token that stands before the first place."""
+    tensors = random_case(3, 2, 1, 40, 16, 16)
+    end = torch.tensor([9, 0, 1], device=DEVICE)
+    mask = torch.ones(3, 2, 40, dtype=torch.bool, device=DEVICE)
     mask[0, 1] = False
-    expected = launch(*tensors, mask, end, 0.2, None, splits)
-    assert not expected[0, 1].any()
-    for b in range(2):
-        for x in tensors[2:]:
-            x[b, end[b] :] = float("nan")
-    assert torch.equal(launch(*tensors, mask, end, 0.2, None, splits), expected)
-    check(tensors, mask, end, splits)
+    o = check(tensors, mask, end, splits)
+    assert not o[0, 1].any()
+    assert not o[1].any()
+    assert not o[2, 0].any()
+    assert o[0, 0].any()
+    assert o[2, 1].any()
 
 
 @needs_triton
@@ -205,14 +226,15 @@ def test_kernel_for_hopper_is_taken_where_it_can_run(monkeypatch, caplog):
 
 
 @pytest.mark.skipif(not HAS_TRITON or INTERPRETING, reason="needs Triton, without its interpreter")
-def test_products_of_the_kernel_for_hopper_run_in_the_background(monkeypatch, tmp_path):
+@pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
+def test_products_of_the_kernel_for_hopper_run_in_the_background(monkeypatch, tmp_path, masked):
     """It fits the device, and `ptxas` has not put a wait behind every product, as it does where it sees a hazard."""
     import triton
     from triton.experimental.gluon._runtime import GluonASTSource
 
     from tests.kernels.test_compiled import LIMITS, TOOLS, record, run_latent_attention, source_of, target_of
 
-    launches = record(monkeypatch, "sm90", run_latent_attention)
+    launches = record(monkeypatch, "sm90", lambda: run_latent_attention(masked=masked))
     (launch_of_split,) = (x for x in launches if x.kernel.fn.__name__ == "hopper_split_kernel")
     source, options = source_of(launch_of_split)
     source = GluonASTSource(source.fn, source.signature, source.constants, source.attrs)
@@ -260,14 +282,20 @@ def test_kernel_for_hopper(S, ends, mask, dtype):
         check(tensors, mask, None, splits, HOPPER, scale)
         end = torch.tensor(ends, device=DEVICE)
         expected = check(tensors, mask, end, splits, HOPPER, scale)
-        poisoned = [x.clone() for x in tensors]
-        for b in range(2):
-            for x in poisoned[2:]:
-                x[b, ends[b] :] = float("nan")
         for _ in range(10):
-            assert torch.equal(launch(*poisoned, mask, end, scale, HOPPER, splits), expected)
+            assert torch.equal(launch(*poisoned(tensors, mask, end), mask, end, scale, HOPPER, splits), expected)
     for R, Q in ((256, 32), (128, 16)):
         check(random_case(1, 1, 64, S, R, Q, dtype), shape=HOPPER, scale=scale)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("T", "H"), [(1, 1), (1, 17), (5, 7), (1, 65), (1, 96)], ids=str)
+def test_any_number_of_heads_on_hopper(T, H):
+    if gluon_kernels(torch.cuda.get_device_capability()) is None:
+        pytest.skip("needs a Hopper GPU and the version of Triton that the kernel is written for")
+    for S in (5, 64, 400):  # one tile, and odd and even numbers of them
+        for splits in (1, 2, None):
+            check(random_case(2, T, H, S, 512, 64, torch.bfloat16), None, None, splits, HOPPER, 576**-0.5)
 
 
 @pytest.mark.gpu
@@ -291,6 +319,20 @@ def test_gpu_addresses_past_32_bits():
     far_mask = torch.zeros(2 * stride + 64, dtype=torch.bool, device=DEVICE).as_strided(mask.shape, (0, stride, 1))
     far_mask.copy_(mask)
     assert torch.equal(launch(*tensors, far_mask, None, 0.2), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [8, 32], ids="H{}".format)
+def test_gpu_rows_of_a_cache_past_32_bits(heads):
+    """Five rows of a million tokens: the last one begins 2^31 elements after the first."""
+    S = 2**20
+    query, shared_query = random_case(5, 1, heads, 1, 512, 64, torch.bfloat16)[:2]
+    cache = [torch.randn(5, S, width, dtype=torch.bfloat16, device=DEVICE) for width in (512, 64)]
+    end = torch.tensor([3, 0, 70, 1000, S], device=DEVICE)
+    together = launch(query, shared_query, *cache, None, end, 0.04, None, 4)
+    for b in range(5):
+        alone = launch(*(x[b : b + 1].clone() for x in (query, shared_query, *cache)), None, end[b], 0.04, None, 4)
+        assert torch.equal(together[b : b + 1], alone)
 
 
 @pytest.mark.gpu

@@ -36,12 +36,16 @@ SHARED_MEMORY_RESERVE = 4096
 
 
 # A cache grows by one token per step: kernels made anew for lengths that are multiples of 16 would stall a generation.
-@triton.jit(do_not_specialize=["T", "S", "splits", "mask_b", "mask_t"], do_not_specialize_on_alignment=["mask", "end"])
+@triton.jit(
+    do_not_specialize=["T", "S", "splits", "seen_b", "mask_b", "mask_t"],
+    do_not_specialize_on_alignment=["seen", "mask", "end"],
+)
 def absorbed_split_kernel(
     query,
     shared_query,
     latent,
     shared_key,
+    seen,
     mask,
     end,
     o,
@@ -60,6 +64,7 @@ def absorbed_split_kernel(
     latent_s,
     shared_key_b,
     shared_key_s,
+    seen_b,
     mask_b,
     mask_t,
     end_b,
@@ -101,36 +106,41 @@ def absorbed_split_kernel(
 
     latent += b * latent_b
     shared_key += b * shared_key_b
+    seen += b * seen_b
     mask += b * mask_b
     top = tl.full([BM], -float("inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, BR], tl.float32)
+    n = tl.arange(0, BN)
+    if HAS_MASK:
+        next_seen = tl.load(seen + first + n, mask=first + n < stop, other=0)
     for start in range(first, stop, BN):
-        s = start + tl.arange(0, BN)
-        in_split = s < stop
+        s = start + n
+        in_view = s < stop
         places = s.to(tl.int64)
+        if HAS_MASK:
+            # What no query sees is not read: it may be anything, and weight 0 times NaN is NaN. Loaded a tile ahead,
+            # so that reading the cache does not wait for it.
+            in_view = in_view & (next_seen != 0)
+            next_seen = tl.load(seen + places + BN, mask=s + BN < stop, other=0)
         c = tl.load(
-            latent + places[:, None] * latent_s + r[None, :], mask=in_split[:, None] & (r < R)[None, :], other=0.0
+            latent + places[:, None] * latent_s + r[None, :], mask=in_view[:, None] & (r < R)[None, :], other=0.0
         )
         k = tl.load(
             shared_key + places[:, None] * shared_key_s + q[None, :],
-            mask=in_split[:, None] & (q < Q)[None, :],
+            mask=in_view[:, None] & (q < Q)[None, :],
             other=0.0,
         )
         scores = tl.dot(latent_query, tl.trans(c), input_precision="ieee")
         scores = tl.dot(key_query, tl.trans(k), scores, input_precision="ieee") * scale_log2
-        visible = in_split[None, :] & (s[None, :] <= last[:, None])
-        if HAS_MASK:
-            if MASK_PER_TOKEN:
-                allowed = tl.load(
-                    mask + wide_token[:, None] * mask_t + places[None, :],
-                    mask=in_rows[:, None] & in_split[None, :],
-                    other=0,
-                )
-                visible = visible & (allowed != 0)
-            else:
-                allowed = tl.load(mask + places, mask=in_split, other=0)
-                visible = visible & (allowed != 0)[None, :]
+        visible = in_view[None, :] & (s[None, :] <= last[:, None])
+        if MASK_PER_TOKEN:
+            allowed = tl.load(
+                mask + wide_token[:, None] * mask_t + places[None, :],
+                mask=in_rows[:, None] & in_view[None, :],
+                other=0,
+            )
+            visible = visible & (allowed != 0)
         scores = tl.where(visible, scores, -float("inf"))
         new_top = tl.maximum(top, tl.max(scores, axis=1))
         finite_top = tl.where(new_top == -float("inf"), 0.0, new_top)  # nothing seen yet: -inf - -inf is NaN
@@ -181,8 +191,9 @@ class LaunchShape(NamedTuple):
     gluon: bool = False
 
 
-HOPPER = LaunchShape(64, 64, 8, 2, gluon=True)
-"""Its only tile: the matrix units know no fewer rows than 64, and two tiles of tokens fill the shared memory."""
+HOPPER = LaunchShape(64, 64, 4, 2, gluon=True)
+"""Its only tile: the matrix units know no fewer rows than 64, and two tiles of tokens fill the shared memory. The
+warps are those of one of its three groups."""
 HOPPER_VECTORS = 17
 """Fewest query vectors of a row for which it was faster, on an H200."""
 GLUON_TRITON = "3.6."
@@ -292,11 +303,13 @@ def launch(
     if splits > 1:
         partial = torch.empty(batch_size, vectors, splits, rank, dtype=torch.float32, device=o.device)
     lse = torch.empty(batch_size, vectors, splits, dtype=torch.float32, device=o.device)
-    mask_b = mask_t = end_b = 0
+    seen = None
+    seen_b = mask_b = mask_t = end_b = 0
     if mask is not None:
         mask = mask if mask.stride(-1) == 1 else mask.contiguous()
         mask_b, mask_t = (mask.stride(i) if mask.shape[i] > 1 else 0 for i in (0, 1))
-        mask = mask.view(torch.uint8)
+        seen = mask[:, 0] if mask.shape[1] == 1 else mask.any(1)  # by some query
+        seen_b = seen.stride(0) if seen.shape[0] > 1 else 0
     if end is not None:
         end_b = end.stride(0) if end.numel() > 1 else 0
     kernel, options = absorbed_split_kernel, {"BR": block_r, "BQ": block_q, "num_stages": shape.num_stages}
@@ -307,7 +320,8 @@ def launch(
         shared_query,
         latent,
         shared_key,
-        o if mask is None else mask,
+        o if seen is None else seen.view(torch.uint8),
+        o if mask is None else mask.view(torch.uint8),
         o if end is None else end,
         partial,
         lse,
@@ -319,6 +333,7 @@ def launch(
         *shared_query.stride()[:3],
         *latent.stride()[:2],
         *shared_key.stride()[:2],
+        seen_b,
         mask_b,
         mask_t,
         end_b,

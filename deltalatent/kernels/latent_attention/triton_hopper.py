@@ -2,12 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Absorbed latent attention on Hopper's matrix units: what `absorbed_split_kernel` does, for many query vectors.
 
-Alphabet as in `triton_absorbed`. There, each of the two groups of four warps that a result of 64 x 512 needs computes
-all scores of a tile, because Triton keeps rows of scores within a warp, and the next tile is not read before both
-products of the last one are done. Gluon, Triton's language of explicit layouts, leaves neither to the compiler: here
-the groups share the scores by token and the result by column (as in FlashMLA, github.com/deepseek-ai/FlashMLA), the
-product of weights and latents runs on while the scores of the next tile are computed, and the tile after that is read
-into the room which it leaves.
+Alphabet as in `triton_absorbed`. A result of 64 x 512 takes the registers of two groups of four warps. Triton runs
+both in step, each with all scores of a tile, and the matrix units wait while softmax weights are computed and while a
+tile is read. Gluon, Triton's language of explicit layouts, leaves that to the kernel. Here, as in FlashMLA
+(github.com/deepseek-ai/FlashMLA), either group goes its own way and owns half of the columns of the result. They take
+turns with the tiles of tokens: the scores of a tile are one group's, which leaves weights, maxima and sums for the
+other in shared memory, so that one multiplies while the other takes exponentials. A third group does nothing but copy,
+into whichever tile both have left.
 """
 
 import torch
@@ -16,8 +17,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     async_copy,
     fence_async_shared,
+    mbarrier,
     warpgroup_mma,
-    warpgroup_mma_wait,
 )
 
 ALIGNMENT = 16
@@ -57,59 +58,155 @@ def copy_queries(tile, pointer, stride_t, stride_h, first, M, H):
 
 
 @gluon.jit
-def copy_tokens(tile, pointer, stride, start, stop):
-    """Begin to copy tokens `start` and following; zeros from `stop` on."""
-    layout: gl.constexpr = copy_layout(tile.shape[1], gl.num_warps())
-    column = gl.arange(0, tile.shape[1], gl.SliceLayout(0, layout))
-    s = start + gl.arange(0, tile.shape[0], gl.SliceLayout(1, layout))
-    rows = pointer + s.to(gl.int64)[:, None] * stride
-    async_copy.async_copy_global_to_shared(tile, rows + column[None, :], (s < stop)[:, None])
-
-
-@gluon.jit
-def begin_scores(queries, shared_queries, c, k, layout: gl.constexpr):
-    """Begin the products of a tile of query vectors with a tile of tokens."""
-    zeros = gl.full([queries.shape[0], c.shape[0]], 0.0, gl.float32, layout)
-    scores = warpgroup_mma(queries, c.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    return warpgroup_mma(shared_queries, k.permute((1, 0)), scores, is_async=True)
-
-
-@gluon.jit
-def visible_tokens(s, stop, last, mask, mask_t, token, in_rows, HAS_MASK: gl.constexpr, MASK_PER_TOKEN: gl.constexpr):
-    """bool [BM, BN]: what query vectors may see of tokens s."""
-    in_split = s < stop
-    visible = in_split[None, :] & (s[None, :] <= last[:, None])
+def in_view(seen, s, stop, HAS_MASK: gl.constexpr):
+    """Which of the tokens s some query may see; what none sees is not read: it may be anything, and 0 * NaN is NaN."""
+    inside = s < stop
     if HAS_MASK:
-        if MASK_PER_TOKEN:
-            allowed = gl.load(
-                mask + token.to(gl.int64)[:, None] * mask_t + s[None, :],
-                mask=in_rows[:, None] & in_split[None, :],
-                other=0,
-            )
-            visible = visible & (allowed != 0)
-        else:
-            visible = visible & (gl.load(mask + s, mask=in_split, other=0) != 0)[None, :]
-    return visible
+        inside = inside & (gl.load(seen + s, mask=inside, other=0) != 0)
+    return inside
 
 
 @gluon.jit
-def online_softmax(scores, visible, scale_log2, top, total):
-    """Weights of a tile, the factor by which earlier results fade, and the new maximum and sums."""
-    scores = gl.where(visible, scores * scale_log2, -float("inf"))
-    new_top = gl.maximum(top, gl.max(scores, axis=1))
+def token_rows(tile, start):
+    """The tokens from `start` on, laid out for `copy_tokens` into a tile."""
+    layout: gl.constexpr = copy_layout(tile.shape[1], gl.num_warps())
+    return start + gl.arange(0, tile.shape[0], gl.SliceLayout(1, layout))
+
+
+@gluon.jit
+def copy_tokens(tile, pointer, stride, s, inside):
+    """Begin to copy tokens s, as laid out by `token_rows`; zeros where not `inside`."""
+    column = gl.arange(0, tile.shape[1], gl.SliceLayout(0, copy_layout(tile.shape[1], gl.num_warps())))
+    rows = pointer + s.to(gl.int64)[:, None] * stride
+    async_copy.async_copy_global_to_shared(tile, rows + column[None, :], inside[:, None])
+
+
+@gluon.jit
+def produce(tiles, barriers, cache, HAS_MASK: gl.constexpr):
+    """The copying group: tiles of tokens in turn into either buffer, as soon as both consumers have left it."""
+    _, _, latents, shared_keys, _, _, _ = tiles
+    full, _, empty = barriers
+    latent, latent_s, shared_key, shared_key_s, seen, first, stop = cache
+    buffer = 0
+    phase = 1  # a barrier that nobody has arrived at counts as passed
+    for start in range(first, stop, latents.shape[1]):
+        c = latents.index(buffer)
+        k = shared_keys.index(buffer)
+        c_token = token_rows(c, start)
+        k_token = token_rows(k, start)
+        c_inside = in_view(seen, c_token, stop, HAS_MASK)
+        k_inside = in_view(seen, k_token, stop, HAS_MASK)
+        mbarrier.wait(empty.index(buffer), phase)
+        copy_tokens(c, latent, latent_s, c_token, c_inside)
+        copy_tokens(k, shared_key, shared_key_s, k_token, k_inside)
+        async_copy.mbarrier_arrive(full.index(buffer), increment_count=False)
+        phase ^= buffer
+        buffer = 1 - buffer
+    async_copy.commit_group()
+    async_copy.wait_group(0)
+
+
+@gluon.jit
+def fade(top, new_top):
+    """The factor from results relative to a maximum `top` to those relative to a greater one, and that one, finite."""
     finite_top = gl.where(new_top == -float("inf"), 0.0, new_top)  # nothing seen yet: -inf - -inf is NaN
-    weights = gl.exp2(scores - finite_top[:, None])
-    faded = gl.exp2(top - finite_top)
-    return weights, faded, new_top, total * faded[:, None] + weights
+    return gl.exp2(top - finite_top), finite_top
+
+
+@gluon.jit
+def consume(
+    tiles, barriers, work, H: gl.constexpr, HAS_MASK: gl.constexpr, MASK_PER_TOKEN: gl.constexpr, HALF: gl.constexpr
+):
+    """A computing group: the scores of every other tile, and half of the columns of the result of all tiles."""
+    queries, shared_queries, latents, shared_keys, weights, tops, totals = tiles
+    full, ready, empty = barriers
+    seen, mask, mask_t, o, lse, splits, scale_log2, first_row, num_rows, last, first, stop = work
+    BM: gl.constexpr = queries.shape[0]
+    BN: gl.constexpr = latents.shape[1]
+    R: gl.constexpr = queries.shape[1]
+    COLUMNS: gl.constexpr = R // 2
+    score: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    score_row: gl.constexpr = gl.SliceLayout(1, score)
+    out: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    out_row: gl.constexpr = gl.SliceLayout(1, out)
+    row = gl.arange(0, BM, score_row)
+    in_rows = row < num_rows
+    token = (first_row + row) // H
+    last += token  # the last cached token that a query vector may see: its own
+    n = gl.arange(0, BN, gl.SliceLayout(0, score))
+
+    top = gl.full([BM], -float("inf"), gl.float32, score_row)
+    total = gl.full([BM], 0.0, gl.float32, score_row)
+    acc = gl.full([BM, COLUMNS], 0.0, gl.float32, out)
+    buffer = 0
+    phase = 0
+    for start in range(first, stop, BN):
+        values = latents.index(buffer).slice(HALF * COLUMNS, COLUMNS, dim=1)
+        mbarrier.wait(full.index(buffer), phase)
+        if buffer == HALF:
+            fence_async_shared()
+            scores = gl.full([BM, BN], 0.0, gl.float32, score)
+            right = latents.index(buffer).permute((1, 0))
+            scores = warpgroup_mma(queries, right, scores, use_acc=False, is_async=True)
+            right = shared_keys.index(buffer).permute((1, 0))
+            scores = warpgroup_mma(shared_queries, right, scores)
+            s = start + n
+            inside = in_view(seen, s, stop, HAS_MASK)
+            visible = inside[None, :] & (s[None, :] <= last[:, None])
+            if MASK_PER_TOKEN:
+                places = mask + token.to(gl.int64)[:, None] * mask_t + s[None, :]
+                visible = visible & (gl.load(places, mask=in_rows[:, None] & inside[None, :], other=0) != 0)
+            scores = gl.where(visible, scores * scale_log2, -float("inf"))
+            new_top = gl.maximum(top, gl.max(scores, axis=1))
+            faded, finite_top = fade(top, new_top)
+            tile = gl.exp2(scores - finite_top[:, None])
+            total = total * faded + gl.sum(tile, axis=1)
+            top = new_top
+            tile = tile.to(queries.dtype)
+            # What stood there, the other group's, has been used: its tile was the last one here.
+            weights.store(tile)
+            tops.store(top)
+            totals.store(total)
+            fence_async_shared()
+            gl.thread_barrier()
+            mbarrier.arrive(ready.index(buffer), count=1)
+            acc = acc * gl.convert_layout(faded, out_row)[:, None]
+            acc = warpgroup_mma(gl.convert_layout(tile, gl.DotOperandLayout(0, out, 2)), values, acc)
+        else:
+            mbarrier.wait(ready.index(buffer), phase)
+            fence_async_shared()
+            new_top = tops.load(score_row)
+            total = totals.load(score_row)
+            faded, _ = fade(top, new_top)
+            top = new_top
+            acc = acc * gl.convert_layout(faded, out_row)[:, None]
+            acc = warpgroup_mma(weights, values, acc)
+        gl.thread_barrier()
+        mbarrier.arrive(empty.index(buffer), count=1)
+        phase ^= buffer
+        buffer = 1 - buffer
+
+    place = row * splits
+    if HALF == 0:
+        gl.store(lse + place, top + gl.log2(total), mask=in_rows)
+    share = gl.convert_layout(1.0 / gl.where(total > 0.0, total, 1.0), out_row)
+    o_row = gl.convert_layout(place, out_row).to(gl.int64) * R
+    r = HALF * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, out))
+    o_tile = (acc * share[:, None]).to(o.dtype.element_ty)
+    gl.store(o + o_row[:, None] + r[None, :], o_tile, mask=gl.convert_layout(in_rows, out_row)[:, None])
 
 
 # A cache grows by one token per step: kernels made anew for lengths that are multiples of 16 would stall a generation.
-@gluon.jit(do_not_specialize=["T", "S", "splits", "mask_b", "mask_t"], do_not_specialize_on_alignment=["mask", "end"])
+@gluon.jit(
+    do_not_specialize=["T", "S", "splits", "seen_b", "mask_b", "mask_t"],
+    do_not_specialize_on_alignment=["seen", "mask", "end"],
+)
 def hopper_split_kernel(
     query,
     shared_query,
     latent,
     shared_key,
+    seen,
     mask,
     end,
     o,
@@ -128,6 +225,7 @@ def hopper_split_kernel(
     latent_s,
     shared_key_b,
     shared_key_s,
+    seen_b,
     mask_b,
     mask_t,
     end_b,
@@ -142,89 +240,59 @@ def hopper_split_kernel(
 ):
     """Grid (B * blocks of query vectors, N). Writes a normalised partial output and its log2-sum-exp."""
     dtype: gl.constexpr = latent.dtype.element_ty
-    groups: gl.constexpr = gl.num_warps() // 4
-    score: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, groups], [16, BN // groups, 16])
-    out: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, groups], [16, R // groups, 16])
-    out_row: gl.constexpr = gl.SliceLayout(1, out)
-
     M = T * H
     blocks = (M + BM - 1) // BM
     b = (gl.program_id(0) // blocks).to(gl.int64)
     split = gl.program_id(1)
     first_row = (gl.program_id(0) % blocks) * BM
-    row = first_row + gl.arange(0, BM, gl.SliceLayout(1, score))
-    in_rows = row < M
-    token = row // H
-
-    stop = S
+    tokens = S
     if HAS_END:
-        stop = gl.minimum(gl.load(end + b * end_b).to(gl.int32), S)
-    last = stop - T + token  # the last cached token that a query vector may see: its own
-    per_split = ((stop + BN - 1) // BN + splits - 1) // splits * BN
+        tokens = gl.minimum(gl.load(end + b * end_b).to(gl.int32), S)
+    per_split = ((tokens + BN - 1) // BN + splits - 1) // splits * BN
     first = split * per_split
-    stop = gl.minimum(stop, first + per_split)
-    n = gl.arange(0, BN, gl.SliceLayout(0, score))
+    stop = gl.minimum(tokens, first + per_split)
 
     queries = gl.allocate_shared_memory(dtype, [BM, R], gl.NVMMASharedLayout.get_default_for([BM, R], dtype))
     shared_queries = gl.allocate_shared_memory(dtype, [BM, Q], gl.NVMMASharedLayout.get_default_for([BM, Q], dtype))
     latents = gl.allocate_shared_memory(dtype, [2, BN, R], gl.NVMMASharedLayout.get_default_for([BN, R], dtype))
     shared_keys = gl.allocate_shared_memory(dtype, [2, BN, Q], gl.NVMMASharedLayout.get_default_for([BN, Q], dtype))
     weights = gl.allocate_shared_memory(dtype, [BM, BN], gl.NVMMASharedLayout.get_default_for([BM, BN], dtype))
+    tops = gl.allocate_shared_memory(gl.float32, [BM], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    totals = gl.allocate_shared_memory(gl.float32, [BM], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    # Of either buffer: it is copied, its weights are there, both consumers have left it.
+    full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(full.index(i), count=128)  # threads of the producer
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
 
+    copy_queries(queries, query + b * query_b, query_t, query_h, first_row, M, H)
+    copy_queries(shared_queries, shared_query + b * shared_query_b, shared_query_t, shared_query_h, first_row, M, H)
+    async_copy.commit_group()
+    async_copy.wait_group(0)
+    fence_async_shared()
+    gl.thread_barrier()
+    place = (b * M + first_row) * splits + split
+    seen += b * seen_b
+    mask += b * mask_b
+    o += place * R
+    lse += place
+    num_rows = M - first_row
+    last = tokens - T
     latent += b * latent_b
     shared_key += b * shared_key_b
-    mask += b * mask_b
-    top = gl.full([BM], -float("inf"), gl.float32, gl.SliceLayout(1, score))
-    total = gl.full([BM, BN], 0.0, gl.float32, score)  # added up over tokens at the end, not between warps in the loop
-    acc = gl.full([BM, R], 0.0, gl.float32, out)
-    if first < stop:
-        copy_queries(queries, query + b * query_b, query_t, query_h, first_row, M, H)
-        copy_queries(
-            shared_queries, shared_query + b * shared_query_b, shared_query_t, shared_query_h, first_row, M, H
-        )
-        for i in gl.static_range(2):
-            copy_tokens(latents.index(i), latent, latent_s, first + i * BN, stop)
-            copy_tokens(shared_keys.index(i), shared_key, shared_key_s, first + i * BN, stop)
-            async_copy.commit_group()
-        async_copy.wait_group(1)
-        fence_async_shared()
-        gl.thread_barrier()
-        scores = begin_scores(queries, shared_queries, latents.index(0), shared_keys.index(0), score)
-        visible = visible_tokens(first + n, stop, last, mask, mask_t, token, in_rows, HAS_MASK, MASK_PER_TOKEN)
-        scores = warpgroup_mma_wait(0, [scores])
-        tile_weights, _, top, total = online_softmax(scores, visible, scale_log2, top, total)
-        weights.store(tile_weights.to(dtype))
-        fence_async_shared()
-        gl.thread_barrier()
-        buffer = 1
-        for start in range(first + BN, stop, BN):
-            # The last tile's product, which only waits for the scores of this tile's to be queued behind it.
-            running = warpgroup_mma(weights, latents.index(1 - buffer), acc, is_async=True)
-            async_copy.wait_group(0)
-            fence_async_shared()
-            gl.thread_barrier()
-            scores = begin_scores(queries, shared_queries, latents.index(buffer), shared_keys.index(buffer), score)
-            visible = visible_tokens(start + n, stop, last, mask, mask_t, token, in_rows, HAS_MASK, MASK_PER_TOKEN)
-            acc = warpgroup_mma_wait(2, [running])
-            gl.thread_barrier()  # both groups have left the last tile
-            copy_tokens(latents.index(1 - buffer), latent, latent_s, start + BN, stop)
-            copy_tokens(shared_keys.index(1 - buffer), shared_key, shared_key_s, start + BN, stop)
-            async_copy.commit_group()
-            scores = warpgroup_mma_wait(0, [scores])
-            tile_weights, faded, top, total = online_softmax(scores, visible, scale_log2, top, total)
-            weights.store(tile_weights.to(dtype))
-            acc = acc * gl.convert_layout(faded, out_row)[:, None]
-            fence_async_shared()
-            gl.thread_barrier()
-            buffer = 1 - buffer
-        acc = warpgroup_mma(weights, latents.index(1 - buffer), acc)
-        async_copy.wait_group(0)
-
-    sums = gl.sum(total, axis=1)
-    place = (b * M + row) * splits + split
-    gl.store(lse + place, top + gl.log2(sums), mask=in_rows)
-    share = gl.convert_layout(1.0 / gl.where(sums > 0.0, sums, 1.0), out_row)
-    o_row = gl.convert_layout(place, out_row) * R
-    r = gl.arange(0, R, gl.SliceLayout(0, out))
-    o_tile = (acc * share[:, None]).to(o.dtype.element_ty)
-    gl.store(o + o_row[:, None] + r[None, :], o_tile, mask=gl.convert_layout(in_rows, out_row)[:, None])
+    tiles = (queries, shared_queries, latents, shared_keys, weights, tops, totals)
+    barriers = (full, ready, empty)
+    work = (seen, mask, mask_t, o, lse, splits, scale_log2, first_row, num_rows, last, first, stop)
+    cache = (latent, latent_s, shared_key, shared_key_s, seen, first, stop)
+    gl.warp_specialize(
+        [
+            (consume, (tiles, barriers, work, H, HAS_MASK, MASK_PER_TOKEN, 0)),
+            (consume, (tiles, barriers, work, H, HAS_MASK, MASK_PER_TOKEN, 1)),
+            (produce, (tiles, barriers, cache, HAS_MASK)),
+        ],
+        [4, 4],  # warps of the second consumer and of the producer
+        [232, 40],  # their registers; the first consumer gets as many as the second
+    )
