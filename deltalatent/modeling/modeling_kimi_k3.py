@@ -24,14 +24,20 @@ from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.configuration_utils import PreTrainedConfig
-from transformers.generation import GenerationConfig, GenerationMixin, LogitsProcessor, LogitsProcessorList
+from transformers.generation import (
+    CompileConfig,
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessor,
+    LogitsProcessorList,
+)
 from transformers.integrations.accelerate import force_accelerate_hooks
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.masking_utils import create_causal_mask, create_masks_for_generate
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
-from transformers.utils import can_return_tuple
+from transformers.utils import can_return_tuple, logging
 from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
@@ -48,6 +54,7 @@ from deltalatent.modeling.checkpoint_errors import (
     unfinished_save,
     unreadable_files,
 )
+from deltalatent.modeling.decoding_graph import GraphedDecoding, recording_obstacle
 from deltalatent.modeling.delta_attention import KimiK3DeltaAttention, KimiK3ShortConvolution
 from deltalatent.modeling.experts_backends import GROUPED_MM_MULTIPLE
 from deltalatent.modeling.language_head import KimiK3LanguageHead, has_loss_without_logits
@@ -57,6 +64,8 @@ from deltalatent.modeling.norms import KimiK3GatedRMSNorm, KimiK3RMSNorm
 from deltalatent.modeling.packed_checkpoints import without_mxfp4_claim
 from deltalatent.modeling.released_layout import VISION_PREFIXES, accept_released_layout
 from deltalatent.modeling.sharding import ShardedLoading
+
+logger = logging.get_logger(__name__)
 
 INITIAL_DECAY_RANGE = (1e-3, 1e-1)
 """Initial decay per token and channel, log-uniform (Mamba-2, arXiv 2405.21060; Gated DeltaNet, arXiv 2412.06464)."""
@@ -304,6 +313,20 @@ class KimiK3PreTrainedModel(ShardedLoading, PreTrainedModel):
     def push_to_hub(self, *args, max_shard_size: int | str | None = MAX_SHARD_SIZE, **kwargs) -> str:  # type: ignore[override]
         """As in Transformers, in files of 5 GB."""
         return super().push_to_hub(*args, max_shard_size=max_shard_size, **kwargs)
+
+    def get_compiled_call(self, compile_config: CompileConfig | None) -> Callable[..., Any]:
+        """What `generate` calls for the steps of a static cache on a GPU: by default their replay from a CUDA graph.
+
+        `torch.compile`, which a `compile_config` asks for, gains no more and takes long to begin. With
+        `disable_compile=True` every step runs eagerly.
+        """
+        if compile_config is not None or self.device.type != "cuda":
+            return super().get_compiled_call(compile_config)
+        obstacle = recording_obstacle(self)
+        if obstacle is None:
+            return GraphedDecoding(self.__call__)
+        logger.warning_once(f"decoding runs eagerly: the model cannot be recorded as a CUDA graph, since {obstacle}.")
+        return self.__call__
 
     def _adjust_missing_and_unexpected_keys(self, loading_info) -> None:
         super()._adjust_missing_and_unexpected_keys(loading_info)
@@ -752,8 +775,12 @@ class KimiK3GenerationMixin(GenerationMixin):
         `attn_implementation="sdpa"` takes the padding itself, where its mask would have an entry per pair of tokens.
         """
         masks: dict[str, Tensor | None] = {"full_attention": attention_mask}
-        if inputs_embeds.shape[1] == 1 or config.get_text_config()._attn_implementation != "sdpa":
+        if config.get_text_config()._attn_implementation != "sdpa":
             masks = create_masks_for_generate(config, inputs_embeds, attention_mask, cache, position_ids=position_ids)
+        elif inputs_embeds.shape[1] == 1 and attention_mask is not None and cache is not None and cache.is_compileable:
+            # One shape for all steps, which are recorded or compiled once.
+            room = cache.get_max_length() - attention_mask.shape[1]
+            masks["full_attention"] = nn.functional.pad(attention_mask.bool(), (0, room))
         if is_first_iteration:  # generated tokens are never padding
             masks["linear_attention"] = _padding_of_new_tokens(attention_mask, inputs_embeds.shape[1])
         return {"linear_attention": None} | masks
