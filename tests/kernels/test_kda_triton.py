@@ -534,6 +534,12 @@ def test_half_precision_triton_on_gpu(dtype, width, gate):
     check_half_precision(random_inputs(2, 150, 2, width, width, dtype=dtype, gate=gate), dtype)
 
 
+@pytest.mark.gpu
+def test_wide_heads_in_chunks_of_16_of_triton_on_gpu():
+    """The tightest fit: float32 states of 256 x 256. Loading ahead, their scans touched memory that is not theirs."""
+    check(random_inputs(1, 70, 1, 256, 256), gate_lower_bound=-9.5)
+
+
 def check_against_chunks(inputs, **options):
     """bf16 against the chunked reference in float64; 2^-7 is four roundings of an operand, of random sign.
 

@@ -91,12 +91,14 @@ def choose_config(K: int, V: int, dtype: torch.dtype, gate_lower_bound: float | 
     fits = half or 4 * 4 * 32 * BK <= shared_memory
     C = 32 if fits and gate_centre(32, lowest) <= MAX_CENTRE else 16
     scan_warps = 4 if BK <= 128 else 8
-    # Eight warps are more than the 64 rows of a state keep busy side by side: they exchange it.
     BV = min(VP, 64 if half or 2 * 4 * 64 * BK <= shared_memory else 32)
     itemsize = 2 if half else 4
     stage = itemsize * (3 * C * BK + 2 * C * C + C * BV)
+    # Eight warps are more than the 64 rows of a state keep busy side by side: they exchange it.
     exchanged = 16384 + (itemsize * BV * BK if scan_warps == 8 else 0)
     stages = max(1, min(3, (shared_memory - exchanged) // stage))
+    if scan_warps == 8 and not half:
+        stages = 1  # loading ahead, in chunks of 16, ended in an illegal memory access on an H200
     # tf32 alone truncates operands to the mantissa of fp16, with a bias: good enough only for the inverse of bf16.
     precision = "tf32" if half else "tf32x3"
     if torch.version.hip is not None:
