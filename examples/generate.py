@@ -53,6 +53,8 @@ def main(argv: list[str] | None = None) -> list[str]:
     sampling: dict[str, Any] = {"do_sample": False}
     if flags.temperature > 0:
         sampling = {"do_sample": True, "temperature": flags.temperature, "top_p": flags.top_p}
+    if model.device.type == "cuda":
+        sampling["cache_implementation"] = "static"  # steps are replayed from a CUDA graph
     streamer = TextStreamer(tokenizer, skip_special_tokens=True) if flags.stream else None
     texts = continue_prompts(
         model, tokenizer, flags.prompts, flags.seed, max_new_tokens=flags.max_new_tokens, streamer=streamer, **sampling

@@ -8,6 +8,7 @@ Public reports behind these tests: S16, S19, S20, S21, S23, S71.
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.testing_utils import CaptureLogger
 from transformers.utils import logging
 
+from tests.documentation import run_blocks
 from tests.equivalence import EXACT, ONE_KIND, exact_model, greedy_oracle
 from tests.testing_common import assert_close, left_padded, random_ids, tiny_model
 
@@ -295,3 +297,7 @@ def test_evaluation_and_generation_gather_no_balancing_statistics() -> None:
     model = tiny_model()
     model.generate(prompts(model, (9,))[0][None], **GREEDY)
     assert all(layer.mlp.gate.balance._flat is None for layer in model.model.layers[1:])
+
+
+def test_the_page_on_generation() -> None:
+    assert run_blocks(Path(__file__).parents[2] / "docs" / "generation.md") == {"python", "text"}
