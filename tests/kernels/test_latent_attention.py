@@ -88,6 +88,13 @@ def test_what_is_not_seen_may_be_anything():
     assert torch.equal(latent_attention(query, shared_query, latent, shared_key, **options), expected)
 
 
+def test_a_cache_without_tokens_and_an_end_beyond_it():
+    assert not latent_attention(*latent_case(S=0), scale=1.0).any()
+    tensors = latent_case()
+    expected = latent_attention(*tensors, scale=1.0)
+    assert torch.equal(latent_attention(*tensors, scale=1.0, end=torch.tensor(15)), expected)
+
+
 def test_half_precision_is_computed_in_float32():
     tensors = [x.bfloat16() for x in latent_case()]
     actual = latent_attention(*tensors, scale=0.4)

@@ -123,6 +123,14 @@ def test_blind_queries_get_zero(splits):
 
 
 @needs_triton
+def test_a_cache_without_tokens_and_an_end_beyond_it():
+    assert not launch(*random_case(2, 1, 2, 0, 16, 16), None, None, 0.2).any()
+    tensors = random_case(2, 2, 2, 20, 16, 16)
+    expected = launch(*tensors, None, None, 0.2)
+    assert torch.equal(launch(*tensors, None, torch.tensor(25, device=DEVICE), 0.2), expected)
+
+
+@needs_triton
 def test_rows_do_not_depend_on_each_other():
     tensors = random_case(3, 1, 2, 33, 16, 8)
     together = launch(*tensors, None, None, 0.3, None, 2)

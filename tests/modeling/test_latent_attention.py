@@ -95,6 +95,28 @@ def test_what_is_hidden_or_not_yet_written_may_be_anything(
         assert all(x.isfinite().all() for x in gradients(model, results[1].sum()).values())
 
 
+@pytest.mark.parametrize("heads", [1, 3], ids="H{}".format)
+@pytest.mark.parametrize("form", ["absorbed", "blocks", "gradients"])
+def test_odd_heads_and_a_row_of_nothing_but_padding(form: str, heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(latent_attention.KimiK3LatentAttention, "_absorbing_is_cheaper", lambda *_: form == "absorbed")
+    model = exact_model("mla_only", num_attention_heads=heads, num_key_value_heads=heads)
+    ids = random_ids(model.config, 3, 9)
+    mask = torch.ones_like(ids)
+    mask[0, :4] = mask[1] = 0
+    cache = DynamicCache(config=model.config)
+    with torch.set_grad_enabled(form == "gradients"):
+        expected = model(ids, attention_mask=mask, use_cache=False).logits
+        cuts = ((0, 6), (6, 7), (7, 9))
+        pieces = [model(ids[:, a:b], attention_mask=mask[:, :b], cache=cache).logits for a, b in cuts]
+    logits = torch.cat(pieces, dim=1)
+    assert logits.isfinite().all()
+    assert_close(logits[mask.bool()], expected[mask.bool()], EXACT)
+    if form == "gradients":
+        weights = torch.randn_like(logits) * mask[..., None]
+        of_pieces, of_whole = (gradients(model, (x * weights).sum()) for x in (logits, expected))
+        assert_gradients_close(of_pieces, of_whole, rel=1e-6)
+
+
 def test_blocks_are_as_long_as_the_piece_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(latent_attention, "SMALLEST_BLOCK", 4)
     monkeypatch.setattr(latent_attention.KimiK3LatentAttention, "_absorbing_is_cheaper", lambda *_: False)

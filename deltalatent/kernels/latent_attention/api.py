@@ -43,8 +43,8 @@ def latent_attention(
         scale: Factor on the scores.
         mask: bool [B or 1, T or 1, S], True at tokens that may be seen; None if causality is all. A token that it
             shows to no query of the row is not read: it may hold anything.
-        end: int32 or int64 [B], [1] or [], how many of the S tokens a row has, the new ones included; what follows is
-            not read. None: all S.
+        end: int32 or int64 [B], [1] or [], how many of the S tokens a row has, the new ones included, S at most; what
+            follows is not read. None: all S.
         impl: `"auto"`, `"triton"` (R up to 512, Q up to 128, no gradients) or `"torch"`.
 
     Returns:

@@ -30,9 +30,8 @@ def latent_attention_reference(
     tokens = latent.shape[1]
     dtype = torch.promote_types(query.dtype, torch.float32)
     queries = torch.cat([query, shared_query], dim=-1).to(dtype) * scale  # [B, T, H, R+Q]
-    if end is None:
-        end = torch.full((1,), tokens, device=query.device)
-    last = end.view(-1, 1) - length + torch.arange(length, device=query.device)  # [B or 1, T], a token's own place
+    end = torch.full((1,), tokens, device=query.device) if end is None else end.clamp(max=tokens).view(-1)
+    last = end[:, None] - length + torch.arange(length, device=query.device)  # [B or 1, T], a token's own place
 
     top = queries.new_full((batch_size, length, num_heads), -torch.inf)
     total = torch.zeros_like(top)
