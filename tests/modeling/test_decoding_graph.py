@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import CompileConfig, StaticCache
 from transformers.testing_utils import CaptureLogger
@@ -19,8 +20,10 @@ from transformers.utils import logging
 
 from deltalatent.modeling import decoding_graph
 from deltalatent.modeling.decoding_graph import GraphedDecoding
+from deltalatent.training import lora_targets
 from tests.equivalence import ONE_KIND
 from tests.testing_common import assert_close, left_padded, random_ids, tiny_model
+from tests.vision.vision_testing import prompt, random_media, tiny_multimodal_model
 
 NEW = 8
 GREEDY = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None}
@@ -136,6 +139,28 @@ def test_sampling_draws_the_tokens_of_eager_steps(replays: list[int]) -> None:
     assert replays
 
 
+def with_images() -> tuple[Any, Any, dict[str, Tensor]]:
+    """What generates, what is called for a step, and a batch of which one row has two images."""
+    model = tiny_multimodal_model()
+    return model, model, prompt([3, (1, 2, 8), 4, (1, 6, 2)], [5]) | random_media((1, 2, 8), (1, 6, 2))
+
+
+def with_adapters() -> tuple[Any, Any, dict[str, Tensor]]:
+    model = tiny_model()
+    torch.manual_seed(3)
+    config = LoraConfig(r=4, lora_alpha=8, init_lora_weights=False, **lora_targets(model.config))
+    return get_peft_model(model, config).eval(), model, batch(model)
+
+
+@pytest.mark.parametrize("make", [with_images, with_adapters])
+def test_images_and_adapters(replays: list[int], make: Callable[[], tuple[Any, Any, dict[str, Tensor]]]) -> None:
+    model, base, inputs = make()
+    expected = model.generate(**inputs, **GREEDY)
+    graphed(base)
+    assert torch.equal(model.generate(**inputs, **GREEDY, **STATIC), expected)
+    assert replays == [0] * (NEW - 2)
+
+
 def test_another_shape_in_between(replays: list[int]) -> None:
     """The call of a model stays that of a model: whatever comes in between runs, and recording begins anew."""
     model = tiny_model()
@@ -234,6 +259,17 @@ def test_real_graphs(dtype: torch.dtype) -> None:
     eager = model.generate(**inputs, **GREEDY, **STATIC, **more, disable_compile=True)
     replayed = model.generate(**inputs, **GREEDY, **STATIC, **more)
     assert torch.equal(replayed.sequences, eager.sequences)
+    assert torch.equal(torch.stack(replayed.logits), torch.stack(eager.logits))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("make", [with_images, with_adapters])
+def test_real_graphs_of_images_and_adapters(make: Callable[[], tuple[Any, Any, dict[str, Tensor]]]) -> None:
+    model, _, inputs = make()
+    model.cuda()
+    inputs = {name: tensor.cuda() for name, tensor in inputs.items()}
+    more = {"return_dict_in_generate": True, "output_logits": True, **STATIC, **GREEDY}
+    eager, replayed = model.generate(**inputs, **more, disable_compile=True), model.generate(**inputs, **more)
     assert torch.equal(torch.stack(replayed.logits), torch.stack(eager.logits))
 
 
