@@ -1,6 +1,6 @@
 # Copyright 2026 The deltalatent authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What every launch asks for on the host: whole-number arithmetic of tiles, and the room that the device has.
+"""What every launch asks for on the host: whole-number arithmetic of tiles, the device, and the room that it has.
 
 Decoding launches a kernel every few microseconds, so these cost next to nothing. (`triton.cdiv` and
 `triton.next_power_of_2` do the same, but since Triton 3.6 unwrap their arguments for the compiler on every call, at
@@ -8,9 +8,12 @@ ten times the price; PyTorch asks the driver for the properties of the device an
 """
 
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
+
+Launch = TypeVar("Launch", bound=Callable[..., Any])
 
 
 def cdiv(a: int, b: int) -> int:
@@ -21,6 +24,28 @@ def cdiv(a: int, b: int) -> int:
 def next_power_of_2(n: int) -> int:
     """The smallest power of two that is at least n, for n > 0."""
     return 1 << (n - 1).bit_length()
+
+
+def is_elsewhere(device: torch.device) -> bool:
+    """Whether `device` is a GPU other than PyTorch's current one."""
+    return device.type == "cuda" and device.index != torch.cuda.current_device()
+
+
+def on_its_device(launch: Launch) -> Launch:
+    """Decorator: what `launch` launches runs on the device of its first argument, a tensor or a list of tensors.
+
+    Triton launches on PyTorch's current device, which is the wrong one for a model on the second GPU.
+    """
+
+    @functools.wraps(launch)
+    def launch_there(first: Any, *rest: Any, **options: Any) -> Any:
+        device = first.device if isinstance(first, torch.Tensor) else first[0].device
+        if not is_elsewhere(device):
+            return launch(first, *rest, **options)
+        with torch.cuda.device(device):
+            return launch(first, *rest, **options)
+
+    return cast(Launch, launch_there)
 
 
 class DeviceLimits(NamedTuple):

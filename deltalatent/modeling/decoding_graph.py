@@ -9,8 +9,8 @@ eager step computes, kernel by kernel; recording it takes as long as one eager s
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -91,29 +91,36 @@ class GraphedDecoding:
     def _record(self, inputs: dict[str, Any]) -> RecordedStep:
         """The step, recorded but not run."""
         static = _cloned(inputs)
-        replay, output = record(partial(self.model, **static))
+        replay, output = record(functools.partial(self.model, **static), static["input_ids"].device)
         return RecordedStep(replay, dict(_tensors(static)), output)
 
 
-def record(step: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-    """`step` as a CUDA graph: its replay, and its result, whose tensors every replay writes.
+def record(step: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
+    """`step` as a CUDA graph of `device`: its replay, and its result, whose tensors every replay writes.
 
     Raises:
         RuntimeError: `step` waits for the GPU, or fails by itself. What comes later is not affected.
     """
-    graph = torch.cuda.CUDAGraph()
-    stream = torch.cuda.current_stream()
-    try:
-        # A streamer's thread may use the GPU meanwhile, which would break a recording that watches all threads.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            output = step()
-    except RuntimeError:
-        # PyTorch stays on the stream of a broken recording, and in the recording of random numbers until one is whole.
-        torch.cuda.set_stream(stream)
-        with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
-            torch.zeros(1, device=stream.device)
-        raise
+    graph, stream, before = torch.cuda.CUDAGraph(), _recording_stream(device), torch.cuda.current_stream(device)
+    # A streamer's thread may use the GPU meanwhile, which would break a recording that watches all threads.
+    recording = functools.partial(torch.cuda.graph, stream=stream, capture_error_mode="thread_local")
+    with torch.cuda.device(device):
+        try:
+            with recording(graph):
+                output = step()
+        except RuntimeError:
+            # PyTorch stays on the stream of a broken recording, and in that of random numbers until one is whole.
+            torch.cuda.set_stream(before)
+            with recording(torch.cuda.CUDAGraph()):
+                torch.zeros(1, device=device)
+            raise
     return graph.replay, output
+
+
+@functools.cache
+def _recording_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all recordings: libraries keep memory for every stream that they have met."""
+    return torch.cuda.Stream(device)
 
 
 def _is_decoding(inputs: dict[str, Any]) -> bool:

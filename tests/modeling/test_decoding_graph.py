@@ -46,7 +46,7 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     numbers: list[int] = []
     count = iter(range(1000))
 
-    def record(step: Any) -> tuple[Callable[[], None], Any]:
+    def record(step: Any, device: torch.device) -> tuple[Callable[[], None], Any]:
         cache = step.keywords["cache"]
         before = [tensor.clone() for tensor in tensors_of(cache)]
         output = step()
@@ -198,7 +198,7 @@ def test_the_graph_is_gone_after_the_call(replays: list[int]) -> None:
 def test_a_step_that_cannot_be_recorded_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
     attempts: list[Any] = []
 
-    def record(step: Any) -> None:
+    def record(step: Any, device: torch.device) -> None:
         attempts.append(step)
         raise RuntimeError("operation not permitted when stream is capturing")
 

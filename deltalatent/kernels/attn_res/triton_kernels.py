@@ -15,7 +15,7 @@ import triton.language as tl
 
 from deltalatent.kernels.attn_res.triton_common import inverse_rms, load_query, load_vector, padded
 from deltalatent.kernels.attn_res.triton_wide import wide_gradients
-from deltalatent.kernels.tiles import cdiv, next_power_of_2, register_limit
+from deltalatent.kernels.tiles import cdiv, next_power_of_2, on_its_device, register_limit
 
 # Programs of the backward pass, or more until there are so many warps: enough to fill a large chip, few enough that
 # their partial sums are small beside the sources. The same on every machine, so that the order of summation is, too.
@@ -208,6 +208,7 @@ def _backward_tile(width: int) -> dict[str, int]:
     return {"BS": 2, "BD": columns, "num_warps": num_warps, **register_limit(MAX_REGISTERS)}
 
 
+@on_its_device
 def attn_res_forward(
     sources: list[torch.Tensor],
     query: torch.Tensor,
@@ -260,6 +261,7 @@ def _gradients(
     return dw, dnorm
 
 
+@on_its_device
 def attn_res_backward(
     sources: list[torch.Tensor],
     query: torch.Tensor,

@@ -27,7 +27,7 @@ from deltalatent.kernels.experts.triton_gradients import weight_gradient_kernel
 from deltalatent.kernels.experts.triton_plan import make_plan
 from deltalatent.kernels.experts.triton_products import product_kernel
 from deltalatent.kernels.experts.triton_rows import combine_kernel, gated_unit_backward_kernel, gated_unit_kernel
-from deltalatent.kernels.tiles import cdiv, device_limits, next_power_of_2
+from deltalatent.kernels.tiles import cdiv, device_limits, next_power_of_2, on_its_device
 
 
 class ProductTile(NamedTuple):
@@ -169,6 +169,7 @@ def gated_unit_backward(
     return dhidden, dweights
 
 
+@on_its_device
 def experts_forward(
     x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weights: Tensor,
     situ: bool, beta: float, linear_beta: float, save: bool,
@@ -188,6 +189,7 @@ def experts_forward(
     return [output, hidden, integers] if save else [output]
 
 
+@on_its_device
 def experts_backward(
     x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, hidden: list[Tensor], integers: Tensor, dy: Tensor,
     situ: bool, beta: float, linear_beta: float, needed: list[bool],

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from deltalatent.kernels.tiles import cdiv, next_power_of_2
+from deltalatent.kernels.tiles import cdiv, next_power_of_2, on_its_device
 
 
 @triton.jit
@@ -64,6 +64,7 @@ def _tile(num_columns: int, values: int) -> tuple[int, int, int]:
     return rows, columns, min(8, max(1, rows * columns // 512))
 
 
+@on_its_device
 def gated_rms_norm_forward(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """`y` [..., V] in the dtype of `gate`; all inputs contiguous."""
     y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
@@ -77,6 +78,7 @@ def gated_rms_norm_forward(x: torch.Tensor, gate: torch.Tensor, weight: torch.Te
     return y
 
 
+@on_its_device
 def gated_rms_norm_backward(
     x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor, eps: float
 ) -> list[torch.Tensor]:

@@ -58,7 +58,7 @@ from deltalatent.kernels.kda.triton_fwd import (
     split_states,
     zero_slack,
 )
-from deltalatent.kernels.tiles import device_limits, register_limit
+from deltalatent.kernels.tiles import device_limits, on_its_device, register_limit
 
 
 @triton.jit
@@ -495,6 +495,7 @@ MAX_STATE_GRADS = 2**28
 """Bytes of state gradients held at a time."""
 
 
+@on_its_device
 def chunk_backward(
     q: torch.Tensor,
     k: torch.Tensor,

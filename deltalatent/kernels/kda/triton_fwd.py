@@ -33,7 +33,7 @@ import triton.language as tl
 
 from deltalatent.kernels.kda.validation import TRITON_LOWER_BOUND
 from deltalatent.kernels.packing import chunk_index
-from deltalatent.kernels.tiles import cdiv, device_limits, next_power_of_2, register_limit
+from deltalatent.kernels.tiles import cdiv, device_limits, next_power_of_2, on_its_device, register_limit
 
 LOG2E = 1.4426950408889634
 L2_EPS = tl.constexpr(1e-6)
@@ -807,6 +807,7 @@ def split_states(
     return compose(transition, ends, initial_state, final_state, *arguments, reverse=False), transition
 
 
+@on_its_device
 def chunk_forward(
     q: torch.Tensor,
     k: torch.Tensor,

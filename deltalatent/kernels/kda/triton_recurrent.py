@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from deltalatent.kernels.tiles import cdiv, next_power_of_2
+from deltalatent.kernels.tiles import cdiv, next_power_of_2, on_its_device
 
 L2_EPS = 1e-6
 MAX_KEY_WIDTH = 256
@@ -109,6 +109,7 @@ def launch_shape(key_width: int, value_width: int) -> tuple[int, int, int]:
     return block_k, block_v, 4 if block_k * block_v > 2048 else 1
 
 
+@on_its_device
 def _launch(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from deltalatent.kernels.tiles import cdiv, device_limits, next_power_of_2
+from deltalatent.kernels.tiles import cdiv, device_limits, next_power_of_2, on_its_device
 
 logger = logging.getLogger(__name__)
 
@@ -267,6 +267,7 @@ def _run(
     return launch(query, shared_query, latent, shared_key, mask, end, scale)
 
 
+@on_its_device
 def launch(
     query: torch.Tensor,
     shared_query: torch.Tensor,

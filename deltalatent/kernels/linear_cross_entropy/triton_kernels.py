@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from deltalatent.kernels.tiles import next_power_of_2
+from deltalatent.kernels.tiles import next_power_of_2, on_its_device
 
 BLOCK = 4096
 # Below every logit; not minus infinity, whose difference to itself is no number.
@@ -57,6 +57,7 @@ def softmax_cross_entropy_kernel(
                 tl.store(row + word, gradient.to(logits.dtype.element_ty), mask=word < V)
 
 
+@on_its_device
 def softmax_cross_entropy(
     logits: torch.Tensor, targets: torch.Tensor, ignore_index: int, with_gradient: bool
 ) -> torch.Tensor:

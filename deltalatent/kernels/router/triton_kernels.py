@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from deltalatent.kernels.tiles import cdiv, next_power_of_2
+from deltalatent.kernels.tiles import cdiv, next_power_of_2, on_its_device
 
 
 @triton.jit(do_not_specialize=["T", "E"])
@@ -156,6 +156,7 @@ def _warps(columns: int) -> int:
     return 1 if columns <= 1024 else 4
 
 
+@on_its_device
 def logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """float32 [T, E] of half-precision x [T, D] and weight [E, D], both contiguous."""
     (T, D), E = x.shape, weight.shape[0]
@@ -168,6 +169,7 @@ def logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return result
 
 
+@on_its_device
 def choose_forward(
     logits: torch.Tensor, bias: torch.Tensor, top_k: int, renormalize: bool, scaling_factor: float
 ) -> list[torch.Tensor]:
@@ -185,6 +187,7 @@ def choose_forward(
     return [scores, index, weights, cutoff]
 
 
+@on_its_device
 def choose_backward(
     scores: torch.Tensor,
     index: torch.Tensor,
@@ -207,6 +210,7 @@ def choose_backward(
     return dlogits
 
 
+@on_its_device
 def count(
     flat: torch.Tensor,
     scores: torch.Tensor,

@@ -24,7 +24,7 @@ from deltalatent.kernels.short_conv.triton_fwd import (
     tokens_per_program,
     window,
 )
-from deltalatent.kernels.tiles import cdiv
+from deltalatent.kernels.tiles import cdiv, on_its_device
 
 
 @triton.jit
@@ -332,6 +332,7 @@ def short_conv_backward_state_kernel(
         tl.store(dstate + slot + 2, ds2.to(dstate.dtype.element_ty), mask=in_stream)
 
 
+@on_its_device
 def short_conv_backward(
     xs: list[torch.Tensor],
     weights: list[torch.Tensor],

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from deltalatent.kernels.tiles import cdiv
+from deltalatent.kernels.tiles import cdiv, on_its_device
 
 TAPS = 4
 MAX_STREAMS = 3
@@ -342,6 +342,7 @@ def locate_documents(cu_seqlens: torch.Tensor, total: int) -> tuple[torch.Tensor
     return start, document
 
 
+@on_its_device
 def short_conv_forward(
     xs: list[torch.Tensor],
     weights: list[torch.Tensor],
@@ -370,6 +371,7 @@ def short_conv_forward(
     return ys
 
 
+@on_its_device
 def short_conv_final_state(
     xs: list[torch.Tensor],
     states: list[torch.Tensor],
@@ -392,6 +394,7 @@ def short_conv_final_state(
     return finals
 
 
+@on_its_device
 def short_conv_update(
     xs: list[torch.Tensor],
     weights: list[torch.Tensor],

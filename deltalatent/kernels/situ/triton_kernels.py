@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from deltalatent.kernels.tiles import cdiv
+from deltalatent.kernels.tiles import cdiv, on_its_device
 
 
 @triton.jit
@@ -80,6 +80,7 @@ def situ_glu_backward_kernel(gate, up, dy, dgate, dup, size, beta, linear_beta, 
 BLOCK = 2048
 
 
+@on_its_device
 def situ_glu_forward(gate: torch.Tensor, up: torch.Tensor, beta: float, linear_beta: float) -> torch.Tensor:
     """All inputs contiguous."""
     y = torch.empty_like(gate)
@@ -88,6 +89,7 @@ def situ_glu_forward(gate: torch.Tensor, up: torch.Tensor, beta: float, linear_b
     return y
 
 
+@on_its_device
 def situ_glu_backward(
     gate: torch.Tensor, up: torch.Tensor, dy: torch.Tensor, beta: float, linear_beta: float
 ) -> list[torch.Tensor]:
