@@ -47,7 +47,9 @@ class StepTimer(TrainerCallback):
             self.marks.append(time.perf_counter())
 
 
-def measure(kind: type[Trainer], size: str, variant: str, rows: int, tokens: int, steps: int) -> dict[str, float]:
+def measure(
+    kind: type[Trainer], size: str, variant: str, rows: int, tokens: int, steps: int, non_blocking: bool
+) -> dict[str, float]:
     """Milliseconds per step, tokens per second and peak memory of a run of `Trainer.train`."""
     release()
     torch.cuda.reset_peak_memory_stats()
@@ -68,6 +70,7 @@ def measure(kind: type[Trainer], size: str, variant: str, rows: int, tokens: int
             save_strategy="no",
             report_to=[],
             disable_tqdm=True,
+            accelerator_config={"non_blocking": non_blocking},
         )
         callbacks = [QuantileBalancingCallback(), timer]
         run = kind(model, arguments, data_collator=default_data_collator, train_dataset=data, callbacks=callbacks)
@@ -85,6 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, default=2, help="rows of a batch (default: 2)")
     parser.add_argument("--tokens", type=int, default=8192, help="tokens of a row (default: 8192)")
     parser.add_argument("--steps", type=int, default=16, help="timed steps (default: 16)")
+    parser.add_argument("--non-blocking", action="store_true", help="batches are copied while the device computes")
     parser.add_argument("--out", type=Path, help="result file (default: only print)")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
@@ -96,7 +100,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for size, variant, kind in cases:
         batch = [options.rows, options.tokens]
         record: dict[str, Any] = {"size": size, "variant": variant, "trainer": kind.__name__, "batch": batch}
-        record |= measure(kind, size, variant, options.rows, options.tokens, options.steps)
+        record["non_blocking"] = options.non_blocking
+        record |= measure(kind, size, variant, *batch, options.steps, options.non_blocking)
         report["results"].append(record)
         print(json.dumps(record), flush=True)
         write(report, options.out)
