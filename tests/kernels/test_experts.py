@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Routed experts: the definition in float64 → the loop in PyTorch → Triton; gradients, routing, messages."""
 
+import subprocess
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
@@ -9,7 +10,14 @@ import pytest
 import torch
 
 from deltalatent.kernels.experts import grouped_experts
-from tests.kernels.triton_testing import DEVICE, assert_as_exact_as_plain, needs_triton, run_under_interpreter
+from tests.kernels.triton_testing import (
+    DEVICE,
+    HAS_TRITON,
+    INTERPRETING,
+    assert_as_exact_as_plain,
+    needs_triton,
+    run_under_interpreter,
+)
 
 OUTPUTS = ("output", "dhidden_states", "dgate_up_proj", "ddown_proj", "dtop_k_weights")
 
@@ -328,6 +336,60 @@ def test_gpu_shapes(shape, dtype):
 @pytest.mark.parametrize("activation", ["situ", "silu"])
 def test_gpu_routings(routing, activation):
     check_triton(900, 6, 24, 128, 192, dtype=torch.bfloat16, routing=ROUTINGS[routing], activation=activation)
+
+
+@pytest.mark.skipif(not HAS_TRITON or INTERPRETING, reason="needs Triton, without its interpreter")
+def test_kernel_for_hopper_is_taken_where_it_can_run(monkeypatch):
+    from deltalatent.kernels.experts.triton_launch import hopper_kernels
+    from tests.kernels.test_compiled import record, run_experts
+
+    assert hopper_kernels((8, 0)) is None
+    assert hopper_kernels((10, 0)) is None
+    takes = hopper_kernels((9, 0)).takes
+    x, w = torch.zeros(9, 64, dtype=torch.bfloat16), torch.zeros(3, 256, 64, dtype=torch.bfloat16)
+    assert takes(x, w, transposed=False)
+    assert not takes(x, w, transposed=True)  # 64 channels are no block
+    assert takes(x, w.mT.contiguous(), transposed=True)
+    assert not takes(x, w[:, :, :32].contiguous(), transposed=False)
+    assert not takes(x.float(), w.float(), transposed=False)
+    assert not takes(x.flatten()[1:65].view(1, 64), w, transposed=False)
+    for device, expected in (("sm90", 4), ("sm86", 0)):
+        names = [launch.kernel.fn.__name__ for launch in record(monkeypatch, device, run_experts)]
+        assert names.count("hopper_product_kernel") == expected
+
+
+@pytest.mark.skipif(not HAS_TRITON or INTERPRETING, reason="needs Triton, without its interpreter")
+def test_products_of_the_kernel_for_hopper_run_in_the_background(monkeypatch, tmp_path):
+    """It fits the device, and `ptxas` has not put a wait behind every product, as it does where it sees a hazard."""
+    import triton
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from tests.kernels.test_compiled import LIMITS, TOOLS, record, run_experts, source_of, target_of
+
+    for launch in record(monkeypatch, "sm90", run_experts):
+        if launch.kernel.fn.__name__ == "hopper_product_kernel":
+            source, options = source_of(launch)
+            source = GluonASTSource(source.fn, source.signature, source.constants, source.attrs)
+            compiled = triton.compile(source, target=target_of("sm90"), options=options)
+            assert compiled.metadata.shared <= LIMITS["sm90"].shared_memory
+            path = tmp_path / "kernel.cubin"
+            path.write_bytes(compiled.asm["cubin"])
+            command = [TOOLS / "cuobjdump", "-sass", path]
+            listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+            assert "HGMMA" in listing
+            assert listing.count("WARPGROUP.DEPBAR") <= compiled.asm["ptx"].count("wgmma.wait_group")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_gpu_kernels_for_hopper(routing, dtype):
+    """About 150 rows an expert, so that tiles have a tail, some experts two tiles, and others none."""
+    from deltalatent.kernels.experts.triton_launch import hopper_kernels
+
+    if hopper_kernels(torch.cuda.get_device_capability()) is None:
+        pytest.skip("needs a Hopper GPU and the version of Triton that the kernels are written for")
+    check_triton(1200, 8, 64, 256, 512, dtype=dtype, routing=ROUTINGS[routing])
 
 
 @pytest.mark.gpu

@@ -17,6 +17,8 @@ Backward, with the token's gradient u and v = W_down^T u:
 
 from __future__ import annotations
 
+import functools
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -28,6 +30,7 @@ from deltalatent.kernels.experts.triton_plan import make_plan
 from deltalatent.kernels.experts.triton_products import product_kernel
 from deltalatent.kernels.experts.triton_rows import combine_kernel, gated_unit_backward_kernel, gated_unit_kernel
 from deltalatent.kernels.tiles import cdiv, device_limits, next_power_of_2, on_its_device
+from deltalatent.kernels.triton_gluon import hopper_kernels_run
 
 
 class ProductTile(NamedTuple):
@@ -96,6 +99,16 @@ def _fitting_stages(shared_memory: int, stage_bytes: int) -> int:
     return max(2, (shared_memory - 4096) // stage_bytes)
 
 
+@functools.cache
+def hopper_kernels(capability: tuple[int, int]) -> ModuleType | None:
+    """The module of kernels for GPUs of this compute capability, if there is one."""
+    if not hopper_kernels_run("grouped_experts", capability):
+        return None
+    from deltalatent.kernels.experts import triton_hopper
+
+    return triton_hopper
+
+
 def grouped_product(
     x: Tensor, w: Tensor, plan: Plan, config: Config, *, top_k: int, gather: bool, transposed: bool
 ) -> Tensor:
@@ -103,6 +116,14 @@ def grouped_product(
     tile = config.product
     IN, OUT = w.shape[1:] if transposed else (w.shape[2], w.shape[1])
     y = torch.empty(plan.order.shape[0], OUT, dtype=x.dtype, device=x.device)
+    limits = device_limits(x.device)
+    hopper = hopper_kernels(limits.capability)
+    if hopper is not None and tile.BT == hopper.ROWS.value and hopper.takes(x, w, transposed):
+        hopper.hopper_product_kernel[(limits.processors,)](
+            x, w, plan.order, plan.tiles, y, plan.num_tiles,
+            OUT=OUT, IN=IN, K=top_k, GATHER=gather, TRANSPOSED=transposed, num_warps=4,
+        )  # fmt: skip
+        return y
     product_kernel[(plan.num_tiles * cdiv(OUT, tile.BM),)](
         x, w, plan.order, plan.tiles, y, plan.num_tiles, OUT, IN, K=top_k,
         GATHER=gather, TRANSPOSED=transposed, BM=tile.BM, BT=tile.BT, TAIL=tile.TAIL, BK=tile.BK,

@@ -15,7 +15,6 @@ On Hopper, many query vectors run in `triton_hopper` instead of the first kernel
 """
 
 import functools
-import logging
 from types import ModuleType
 from typing import NamedTuple
 
@@ -24,8 +23,7 @@ import triton
 import triton.language as tl
 
 from deltalatent.kernels.tiles import cdiv, device_limits, next_power_of_2, on_its_device
-
-logger = logging.getLogger(__name__)
+from deltalatent.kernels.triton_gluon import hopper_kernels_run
 
 LOG2_E = 1.4426950408889634
 MINIMUM_SPLIT = 64
@@ -196,8 +194,6 @@ HOPPER = LaunchShape(64, 64, 4, 2, gluon=True)
 warps are those of one of its three groups."""
 HOPPER_VECTORS = 17
 """Fewest query vectors of a row for which it was faster, on an H200."""
-GLUON_TRITON = "3.6."
-"""Versions of Triton whose Gluon it is written in: the language still changes from one to the next."""
 FASTEST = (LaunchShape(16, 64, 4, 3, 2), LaunchShape(32, 32, 4, 3, 2), LaunchShape(64, 64, 8, 2, 1))
 """For 16-bit inputs, by number of query vectors; measured on an H200 for R + Q = 224, 320 and 576."""
 
@@ -234,14 +230,7 @@ def launch_shape(vectors: int, width: int, itemsize: int, shared_memory: int) ->
 @functools.cache
 def gluon_kernels(capability: tuple[int, int]) -> ModuleType | None:
     """The module of kernels for GPUs of this compute capability, if there is one."""
-    if capability != (9, 0):
-        return None
-    if not triton.__version__.startswith(GLUON_TRITON):
-        logger.info(
-            "latent_attention: the kernel for Hopper is written for Triton %sx, found %s: the portable one runs",
-            GLUON_TRITON,
-            triton.__version__,
-        )
+    if not hopper_kernels_run("latent_attention", capability):
         return None
     from deltalatent.kernels.latent_attention import triton_hopper
 
