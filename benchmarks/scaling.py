@@ -12,7 +12,8 @@ saved; `back` goes on in one process from what several saved. `--work` is shared
 and what it had found, the file is written after each, and a second launch measures only what the file does not have.
 
 Equality: five steps on the same global batch, with AdamW and with Muon; the scale of errors is what bf16 changes on
-one GPU. Speed: the same number of tokens per GPU, few and many, steps of AdamW with balancing one after the other.
+one GPU. Speed: the same number of tokens per GPU, few and many, steps of AdamW with balancing one after the other, and
+how long the host takes to issue one. The layout `alone` is FSDP2 over one GPU: all of its work except that of links.
 Collectives: share of the time of a step in which an NCCL kernel runs, and in which nothing else does; the rest of a
 step that is neither is a GPU that waits for its host. Skewed routing: the selection bias sends every token to the
 experts of the first rank.
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import statistics
 import time
@@ -29,19 +31,37 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers.distributed import DistributedConfig, load_optimizer_distributed, save_optimizer_distributed
 
 from deltalatent import KimiK3ForCausalLM, size_config
+from deltalatent.modeling.sharding import shard_float32_modules
 from deltalatent.training import MuonAdamW, balanced_routers, parameter_groups, register_quantile_balancing
 
-LAYOUTS = ("ep", "fsdp")
+
+class Part(NamedTuple):
+    """What one launch does: with these layouts everything, with `speed_only` speed alone, equality with weights of
+    these `dtypes`; `resumed`: whose checkpoints are gone on with, and in which layout."""
+
+    layouts: tuple[str, ...] = ()
+    speed_only: tuple[str, ...] = ()
+    dtypes: tuple[str, ...] = ("bfloat16",)
+    resumed: tuple[tuple[str, str], ...] = ()
+
+
+PARTS = {
+    "one": Part(("one",), ("alone",), ("float32", "bfloat16")),
+    "many": Part(("ep", "fsdp"), ("ddp",), resumed=(("one", "ep"), ("one", "fsdp"))),
+    "back": Part(resumed=(("ep", "one"), ("fsdp", "one"))),
+}
 OPTIMIZERS = ("adamw", "muon")
 LENGTH = {"tiny": 64, "small": 4096, "base": 4096}
 """Tokens per row."""
@@ -62,6 +82,7 @@ def distributed_config(layout: str) -> DistributedConfig | None:
     world_size = dist.get_world_size()
     return {
         "one": None,
+        "alone": None,
         "ddp": None,
         "fsdp": DistributedConfig(fsdp_size=world_size),
         "ep": DistributedConfig(fsdp_size=world_size, ep_size=world_size),
@@ -117,9 +138,9 @@ class Bench:
         path, config = self.work / (source or size), distributed_config(layout)
         model = KimiK3ForCausalLM.from_pretrained(path, distributed_config=config, dtype=dtype)
         model = (model.to(self.device) if config is None else model).train()
-        if layout == "ddp":
-            return DistributedDataParallel(model, gradient_as_bucket_view=True)
-        return model
+        if layout == "alone":
+            shard_alone(model, self.device)
+        return DistributedDataParallel(model, gradient_as_bucket_view=True) if layout == "ddp" else model
 
     def batch(self, size: str, rows: int, seed: int) -> Tensor:
         generator = torch.Generator().manual_seed(seed)
@@ -140,6 +161,16 @@ class Bench:
         return [tensor.item() for tensor in everyone]
 
 
+def shard_alone(model: Any, device: torch.device) -> None:
+    """The groups that `DistributedConfig(fsdp_size=n)` makes, over one rank, for which Transformers makes none."""
+    mesh = init_device_mesh(device.type, (1,))
+    shard_float32_modules(model, mesh=mesh)
+    for module in (*model.model.layers, model.model.embed_tokens):
+        fully_shard(module, mesh=mesh)
+    fully_shard([model.model.norm, model.lm_head], mesh=mesh, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh)
+
+
 def optimizer_of(model: torch.nn.Module, kind: str = "adamw", fused: bool = False) -> torch.optim.Optimizer:
     groups, rate = parameter_groups(model), LEARNING_RATES[kind]
     if kind == "muon":
@@ -149,7 +180,7 @@ def optimizer_of(model: torch.nn.Module, kind: str = "adamw", fused: bool = Fals
 
 def parts_of(layout: str) -> int:
     """Batches of a step, one per rank."""
-    return 1 if layout == "one" else dist.get_world_size()
+    return 1 if layout in ("one", "alone") else dist.get_world_size()
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -278,8 +309,12 @@ def speed_of_batch(
     def measure(record: Results) -> None:
         if bench.is_cuda:
             torch.cuda.reset_peak_memory_stats()
-        seconds = seconds_of(bench, one_step, 4)
+        seconds = seconds_of(bench, one_step, 3)
         record |= {"step_s": seconds, "tokens_per_s": ids.numel() * parts / seconds}
+        bench.synchronize()
+        start = time.perf_counter()
+        one_step()
+        record["host_s"] = time.perf_counter() - start
         if bench.is_cuda:
             record["peak_bytes"] = bench.over_ranks(torch.cuda.max_memory_allocated())
         bench.write()
@@ -396,7 +431,7 @@ def resume(bench: Bench, record: Results, size: str, source: str, layout: str) -
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("one", "many", "back"))
+    parser.add_argument("part", choices=tuple(PARTS))
     parser.add_argument("--work", required=True, help="folder that the launches share; gigabytes")
     parser.add_argument("--out", required=True, help="folder for scaling-<part>.json")
     parser.add_argument("--sizes", nargs="+", default=["small", "base"], choices=sorted(ROWS))
@@ -412,32 +447,21 @@ def main() -> None:
     else:
         dist.init_process_group("gloo")
         device = torch.device("cpu")
-    bench = Bench(args, device)
-    first = args.sizes[0]
-    is_measured = dict.fromkeys(args.measure, True).get
+    bench, part, first = Bench(args, device), PARTS[args.part], args.sizes[0]
     if args.part == "one":
         for size in args.sizes:
             bench.measure(f"{size} checkpoint", make_checkpoint, size)
-    layouts = ("one",) if args.part == "one" else LAYOUTS if args.part == "many" else ()
     for size in args.sizes:
-        for layout in layouts:
-            if is_measured("speed"):
+        if "speed" in args.measure:
+            for layout in (*part.layouts, *part.speed_only):
                 bench.measure(f"{size} {layout} speed", speed, size, layout)
-        for kind in filter(is_measured, OPTIMIZERS):
-            for dtype in ("float32", "bfloat16") if args.part == "one" else ("bfloat16",):
-                for layout in layouts:
-                    bench.measure(f"{size} {layout} {kind} {dtype}", equality, size, layout, kind, dtype)
-    if is_measured("speed") and args.part == "many":
-        for size in args.sizes:
-            bench.measure(f"{size} ddp speed", speed, size, "ddp")
-    if is_measured("resume"):
-        for layout in layouts:
+        for kind, dtype, layout in itertools.product(OPTIMIZERS, part.dtypes, part.layouts):
+            if kind in args.measure:
+                bench.measure(f"{size} {layout} {kind} {dtype}", equality, size, layout, kind, dtype)
+    if "resume" in args.measure:
+        for layout in part.layouts:
             bench.measure(f"{first} saved by {layout}", save, first, layout)
-        for source, layout in {
-            "one": (),
-            "many": (("one", "ep"), ("one", "fsdp")),
-            "back": (("ep", "one"), ("fsdp", "one")),
-        }[args.part]:
+        for source, layout in part.resumed:
             bench.measure(f"{first} {layout} resumed from {source}", resume, first, source, layout)
     dist.destroy_process_group()
 
