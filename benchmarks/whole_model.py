@@ -541,6 +541,7 @@ def parts(settings: Settings) -> dict[str, Callable[[], dict[str, Any]]]:
 def release() -> None:
     gc.collect()
     if torch.cuda.is_available():
+        torch._C._cuda_clearCublasWorkspaces()  # one for each stream that a graph was captured on
         torch.cuda.empty_cache()
 
 

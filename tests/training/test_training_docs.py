@@ -154,7 +154,8 @@ def test_links_lead_somewhere(page: str) -> None:
 
 def test_figures_of_the_graphed_trainer_are_those_of_the_file() -> None:
     results = json.loads((ROOT / "benchmarks" / "results" / "trainer-h200.json").read_text())["results"]
-    measured = {(result["size"], result["trainer"]): result for result in results}
+    ours = [result for result in results if result["variant"] == "ours" and not result["non_blocking"]]
+    measured = {(result["size"], result["trainer"]): result for result in reversed(ours)}
     cells = {row[0].split("`")[0]: row[1:3] for row in rows("training", "whole steps")}
     assert len(cells) == 2
     for size, texts in cells.items():
