@@ -39,6 +39,11 @@ SMALLEST_BLOCK = 4096
 """Cached tokens whose keys and values are made at a time, at least: smaller products would not fill a GPU."""
 
 
+def _is_recording(device: torch.device) -> bool:
+    """Whether a CUDA graph is being recorded, which cannot wait for a value."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 class CausalView(NamedTuple):
     """What the tokens of a batch see of each other, said without a mask. Always causal.
 
@@ -238,7 +243,8 @@ class KimiK3LatentAttention(nn.Module):
         if self._absorbing_is_cheaper(length, room):
             end = end if isinstance(end, Tensor) else None
             return self._absorbed_in_cache(query, latent, shared_key, keys, end)
-        if torch.compiler.is_compiling() or (torch.is_grad_enabled() and query.requires_grad):
+        is_graph = torch.compiler.is_compiling() or _is_recording(query.device)
+        if is_graph or (torch.is_grad_enabled() and query.requires_grad):
             return self._masked(query, latent, shared_key, keys, end)
 
         end = int(end)
@@ -285,7 +291,7 @@ class KimiK3LatentAttention(nn.Module):
         return torch.einsum("bthr,hvr->bthv", output, value_weight)
 
     def _masked(self, query: Tensor, latent: Tensor, shared_key: Tensor, keys: Tensor | None, end: Any) -> Tensor:
-        """With a mask after all: where gradients pass through a cache, or a compiled graph cannot know its length."""
+        """With a mask after all: where gradients pass through a cache, or a graph cannot know its length."""
         length, room = query.shape[1], latent.shape[1]
         places = torch.arange(room, device=query.device)
         last = torch.arange(length, device=query.device) + (end - length)
