@@ -338,36 +338,48 @@ def test_gpu_routings(routing, activation):
     check_triton(900, 6, 24, 128, 192, dtype=torch.bfloat16, routing=ROUTINGS[routing], activation=activation)
 
 
-@pytest.mark.skipif(not HAS_TRITON or INTERPRETING, reason="needs Triton, without its interpreter")
-def test_kernel_for_hopper_is_taken_where_it_can_run(monkeypatch):
-    from deltalatent.kernels.experts.triton_launch import hopper_kernels
+def launches_of_many_experts(monkeypatch, device):
+    """Of a forward and a backward pass with 150 rows an expert; nothing runs."""
     from tests.kernels.test_compiled import record, run_experts
+
+    return record(monkeypatch, device, lambda: run_experts(tokens=4800, count=64))
+
+
+@pytest.mark.skipif(not HAS_TRITON or INTERPRETING, reason="needs Triton, without its interpreter")
+def test_kernels_for_hopper_are_taken_where_they_can_run(monkeypatch):
+    from deltalatent.kernels.experts.triton_launch import hopper_kernels
 
     assert hopper_kernels((8, 0)) is None
     assert hopper_kernels((10, 0)) is None
-    takes = hopper_kernels((9, 0)).takes
+    products, gradients = hopper_kernels((9, 0))
     x, w = torch.zeros(9, 64, dtype=torch.bfloat16), torch.zeros(3, 256, 64, dtype=torch.bfloat16)
-    assert takes(x, w, transposed=False)
-    assert not takes(x, w, transposed=True)  # 64 channels are no block
-    assert takes(x, w.mT.contiguous(), transposed=True)
-    assert not takes(x, w[:, :, :32].contiguous(), transposed=False)
-    assert not takes(x.float(), w.float(), transposed=False)
-    assert not takes(x.flatten()[1:65].view(1, 64), w, transposed=False)
-    for device, expected in (("sm90", 4), ("sm86", 0)):
-        names = [launch.kernel.fn.__name__ for launch in record(monkeypatch, device, run_experts)]
-        assert names.count("hopper_product_kernel") == expected
+    assert products.takes(x, w, transposed=False)
+    assert not products.takes(x, w, transposed=True)  # 64 channels are no block
+    assert products.takes(x, w.mT.contiguous(), transposed=True)
+    assert not products.takes(x, w[:, :, :32].contiguous(), transposed=False)
+    assert not products.takes(x.float(), w.float(), transposed=False)
+    assert not products.takes(x.flatten()[1:65].view(1, 64), w, transposed=False)
+    left, right, w = (torch.zeros(shape, dtype=torch.float16) for shape in ((9, 128), (9, 256), (3, 128, 256)))
+    assert gradients.takes(left, right, w)
+    assert not gradients.takes(left, right, w[:, :64])
+    assert not gradients.takes(left, right, w[:, :, :64])
+    assert not gradients.takes(left.float(), right.float(), w.float())
+    assert not gradients.takes(left.flatten()[1:129].view(1, 128), right, w)
+    for device, expected in (("sm90", (4, 2)), ("sm86", (0, 0))):
+        names = [launch.kernel.fn.__name__ for launch in launches_of_many_experts(monkeypatch, device)]
+        assert tuple(map(names.count, ("hopper_product_kernel", "hopper_gradient_kernel"))) == expected
 
 
 @pytest.mark.skipif(not HAS_TRITON or INTERPRETING, reason="needs Triton, without its interpreter")
-def test_products_of_the_kernel_for_hopper_run_in_the_background(monkeypatch, tmp_path):
-    """It fits the device, and `ptxas` has not put a wait behind every product, as it does where it sees a hazard."""
+def test_products_of_the_kernels_for_hopper_run_in_the_background(monkeypatch, tmp_path):
+    """They fit the device, and `ptxas` has not put a wait behind every product, as it does where it sees a hazard."""
     import triton
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from tests.kernels.test_compiled import LIMITS, TOOLS, record, run_experts, source_of, target_of
+    from tests.kernels.test_compiled import LIMITS, TOOLS, source_of, target_of
 
-    for launch in record(monkeypatch, "sm90", run_experts):
-        if launch.kernel.fn.__name__ == "hopper_product_kernel":
+    for launch in launches_of_many_experts(monkeypatch, "sm90"):
+        if launch.kernel.fn.__name__.startswith("hopper"):
             source, options = source_of(launch)
             source = GluonASTSource(source.fn, source.signature, source.constants, source.attrs)
             compiled = triton.compile(source, target=target_of("sm90"), options=options)
@@ -381,13 +393,16 @@ def test_products_of_the_kernel_for_hopper_run_in_the_background(monkeypatch, tm
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("hopper", [True, False], ids=["hopper", "portable"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("routing", ROUTINGS)
-def test_gpu_kernels_for_hopper(routing, dtype):
-    """About 150 rows an expert, so that tiles have a tail, some experts two tiles, and others none."""
-    from deltalatent.kernels.experts.triton_launch import hopper_kernels
+def test_gpu_few_rows_of_many_experts(monkeypatch, routing, dtype, hopper):
+    """About 150 rows an expert: tiles with a tail; or experts of several tiles and panels, and without any."""
+    from deltalatent.kernels.experts import triton_launch
 
-    if hopper_kernels(torch.cuda.get_device_capability()) is None:
+    if not hopper:
+        monkeypatch.setattr(triton_launch, "hopper_kernels", lambda capability: None)
+    elif triton_launch.hopper_kernels(torch.cuda.get_device_capability()) is None:
         pytest.skip("needs a Hopper GPU and the version of Triton that the kernels are written for")
     check_triton(1200, 8, 64, 256, 512, dtype=dtype, routing=ROUTINGS[routing])
 

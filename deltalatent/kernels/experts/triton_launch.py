@@ -99,14 +99,21 @@ def _fitting_stages(shared_memory: int, stage_bytes: int) -> int:
     return max(2, (shared_memory - 4096) // stage_bytes)
 
 
+class HopperKernels(NamedTuple):
+    """The modules of kernels for Hopper."""
+
+    products: ModuleType
+    gradients: ModuleType
+
+
 @functools.cache
-def hopper_kernels(capability: tuple[int, int]) -> ModuleType | None:
-    """The module of kernels for GPUs of this compute capability, if there is one."""
+def hopper_kernels(capability: tuple[int, int]) -> HopperKernels | None:
+    """Those for GPUs of this compute capability, if there are any."""
     if not hopper_kernels_run("grouped_experts", capability):
         return None
-    from deltalatent.kernels.experts import triton_hopper
+    from deltalatent.kernels.experts import triton_hopper_gradients, triton_hopper_products
 
-    return triton_hopper
+    return HopperKernels(triton_hopper_products, triton_hopper_gradients)
 
 
 def grouped_product(
@@ -118,8 +125,8 @@ def grouped_product(
     y = torch.empty(plan.order.shape[0], OUT, dtype=x.dtype, device=x.device)
     limits = device_limits(x.device)
     hopper = hopper_kernels(limits.capability)
-    if hopper is not None and tile.BT == hopper.ROWS.value and hopper.takes(x, w, transposed):
-        hopper.hopper_product_kernel[(limits.processors,)](
+    if hopper is not None and tile.BT == hopper.products.ROWS.value and hopper.products.takes(x, w, transposed):
+        hopper.products.hopper_product_kernel[(limits.processors,)](
             x, w, plan.order, plan.tiles, y, plan.num_tiles,
             OUT=OUT, IN=IN, K=top_k, GATHER=gather, TRANSPOSED=transposed, num_warps=4,
         )  # fmt: skip
@@ -140,6 +147,13 @@ def weight_gradient(
     tile = config.gradient
     E, M, N = w.shape
     dw = torch.empty(E, M, N, dtype=w.dtype, device=w.device)
+    limits = device_limits(w.device)
+    hopper = hopper_kernels(limits.capability)
+    if hopper is not None and tile.panel and hopper.gradients.takes(left, right, w):
+        hopper.gradients.hopper_gradient_kernel[(limits.processors,)](
+            left, right, plan.order, plan.offsets, dw, E, M=M, N=N, K=top_k, GATHER_LEFT=gather_left, num_warps=4
+        )
+        return dw
     blocks_m = 1 if tile.panel else cdiv(M, tile.BM)
     weight_gradient_kernel[(E * blocks_m * cdiv(N, tile.BN),)](
         left, right, plan.order, plan.offsets, dw, M, N,
