@@ -297,7 +297,7 @@ def test_kernel_for_hopper(S, ends, mask, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("T", "H"), [(1, 1), (1, 17), (5, 7), (1, 65), (1, 96)], ids=str)
+@pytest.mark.parametrize(("T", "H"), [(1, 17), (5, 7), (1, 65)], ids=["T1-H17", "T5-H7", "T1-H65"])
 def test_any_number_of_heads_on_hopper(T, H):
     if gluon_kernels(torch.cuda.get_device_capability()) is None:
         pytest.skip("needs a Hopper GPU and the version of Triton that the kernel is written for")

@@ -85,7 +85,7 @@ def copy_tokens(tile, pointer, stride, s, inside):
 def produce(tiles, barriers, cache, HAS_MASK: gl.constexpr):
     """The copying group: tiles of tokens in turn into either buffer, as soon as both consumers have left it."""
     _, _, latents, shared_keys, _, _, _ = tiles
-    full, _, empty = barriers
+    _, full, _, empty = barriers
     latent, latent_s, shared_key, shared_key_s, seen, first, stop = cache
     buffer = 0
     phase = 1  # a barrier that nobody has arrived at counts as passed
@@ -119,7 +119,7 @@ def consume(
 ):
     """A computing group: the scores of every other tile, and half of the columns of the result of all tiles."""
     queries, shared_queries, latents, shared_keys, weights, tops, totals = tiles
-    full, ready, empty = barriers
+    asked, full, ready, empty = barriers
     seen, mask, mask_t, o, lse, splits, scale_log2, first_row, num_rows, last, first, stop = work
     BM: gl.constexpr = queries.shape[0]
     BN: gl.constexpr = latents.shape[1]
@@ -140,18 +140,19 @@ def consume(
     acc = gl.full([BM, COLUMNS], 0.0, gl.float32, out)
     buffer = 0
     phase = 0
+    mbarrier.wait(asked, 0)
     for start in range(first, stop, BN):
         values = latents.index(buffer).slice(HALF * COLUMNS, COLUMNS, dim=1)
-        mbarrier.wait(full.index(buffer), phase)
         if buffer == HALF:
+            s = start + n
+            inside = in_view(seen, s, stop, HAS_MASK)  # a mask is read while the tile is copied
+            mbarrier.wait(full.index(buffer), phase)
             fence_async_shared()
             scores = gl.full([BM, BN], 0.0, gl.float32, score)
             right = latents.index(buffer).permute((1, 0))
             scores = warpgroup_mma(queries, right, scores, use_acc=False, is_async=True)
             right = shared_keys.index(buffer).permute((1, 0))
             scores = warpgroup_mma(shared_queries, right, scores)
-            s = start + n
-            inside = in_view(seen, s, stop, HAS_MASK)
             visible = inside[None, :] & (s[None, :] <= last[:, None])
             if MASK_PER_TOKEN:
                 places = mask + token.to(gl.int64)[:, None] * mask_t + s[None, :]
@@ -173,6 +174,7 @@ def consume(
             acc = acc * gl.convert_layout(faded, out_row)[:, None]
             acc = warpgroup_mma(gl.convert_layout(tile, gl.DotOperandLayout(0, out, 2)), values, acc)
         else:
+            mbarrier.wait(full.index(buffer), phase)
             mbarrier.wait(ready.index(buffer), phase)
             fence_async_shared()
             new_top = tops.load(score_row)
@@ -259,21 +261,20 @@ def hopper_split_kernel(
     weights = gl.allocate_shared_memory(dtype, [BM, BN], gl.NVMMASharedLayout.get_default_for([BM, BN], dtype))
     tops = gl.allocate_shared_memory(gl.float32, [BM], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     totals = gl.allocate_shared_memory(gl.float32, [BM], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    asked = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())  # queries are there
     # Of either buffer: it is copied, its weights are there, both consumers have left it.
     full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(asked, count=128)  # threads that copy
     for i in gl.static_range(2):
-        mbarrier.init(full.index(i), count=128)  # threads of the producer
+        mbarrier.init(full.index(i), count=128)
         mbarrier.init(ready.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
-
+    gl.thread_barrier()
     copy_queries(queries, query + b * query_b, query_t, query_h, first_row, M, H)
     copy_queries(shared_queries, shared_query + b * shared_query_b, shared_query_t, shared_query_h, first_row, M, H)
-    async_copy.commit_group()
-    async_copy.wait_group(0)
-    fence_async_shared()
-    gl.thread_barrier()
+    async_copy.mbarrier_arrive(asked, increment_count=False)
     place = (b * M + first_row) * splits + split
     seen += b * seen_b
     mask += b * mask_b
@@ -284,15 +285,17 @@ def hopper_split_kernel(
     latent += b * latent_b
     shared_key += b * shared_key_b
     tiles = (queries, shared_queries, latents, shared_keys, weights, tops, totals)
-    barriers = (full, ready, empty)
+    barriers = (asked, full, ready, empty)
     work = (seen, mask, mask_t, o, lse, splits, scale_log2, first_row, num_rows, last, first, stop)
     cache = (latent, latent_s, shared_key, shared_key_s, seen, first, stop)
+    # Of the second consumer and of the producer, which needs more for a mask; the first consumer has what the second has.
+    registers: gl.constexpr = (224, 56) if HAS_MASK else (232, 40)
     gl.warp_specialize(
         [
             (consume, (tiles, barriers, work, H, HAS_MASK, MASK_PER_TOKEN, 0)),
             (consume, (tiles, barriers, work, H, HAS_MASK, MASK_PER_TOKEN, 1)),
             (produce, (tiles, barriers, cache, HAS_MASK)),
         ],
-        [4, 4],  # warps of the second consumer and of the producer
-        [232, 40],  # their registers; the first consumer gets as many as the second
+        [4, 4],
+        registers,
     )
