@@ -536,7 +536,7 @@ def test_half_precision_triton_on_gpu(dtype, width, gate):
 
 @pytest.mark.gpu
 def test_wide_heads_in_chunks_of_16_of_triton_on_gpu():
-    """The tightest fit: float32 states of 256 x 256. Loading ahead, their scans touched memory that is not theirs."""
+    """Float32 states of 256 x 256, for which `ptxas` once addressed operands by data, see `test_compiled.py`."""
     check(random_inputs(1, 70, 1, 256, 256), gate_lower_bound=-9.5)
 
 

@@ -486,8 +486,8 @@ def reverse_scan(
         STORE=dv is not None,
         PACKED=cu_seqlens is not None,
         SPLIT=segments.split,
-        num_warps=config.scan_warps,
         STAGES=config.scan_stages,
+        **config.scan_options,
     )
 
 

@@ -52,7 +52,7 @@ class Config(NamedTuple):
     precision: str  # how float32 operands are multiplied
     gate_units: float  # units of the log decay of a token in one bit, see `cumulative_decay`
     prepare_registers: int
-    scan_warps: int
+    scan_options: dict[str, int]
     scan_stages: int
     BD: int  # channels per program of the last backward kernel
 
@@ -90,15 +90,19 @@ def choose_config(K: int, V: int, dtype: torch.dtype, gate_lower_bound: float | 
     # In float32 `prepare` passes four tiles of a chunk through shared memory at a time.
     fits = half or 4 * 4 * 32 * BK <= shared_memory
     C = 32 if fits and gate_centre(32, lowest) <= MAX_CENTRE else 16
-    scan_warps = 4 if BK <= 128 else 8
-    BV = min(VP, 64 if half or 2 * 4 * 64 * BK <= shared_memory else 32)
-    itemsize = 2 if half else 4
-    stage = itemsize * (3 * C * BK + 2 * C * C + C * BV)
-    # Eight warps are more than the 64 rows of a state keep busy side by side: they exchange it.
-    exchanged = 16384 + (itemsize * BV * BK if scan_warps == 8 else 0)
-    stages = max(1, min(3, (shared_memory - exchanged) // stage))
-    if scan_warps == 8 and not half:
-        stages = 1  # loading ahead, in chunks of 16, ended in an illegal memory access on an H200
+    scan_options = {"num_warps": 4 if BK <= 128 else 8}
+    BV, stages = min(VP, 64), 1
+    if half or BK <= 128:
+        itemsize = 2 if half else 4
+        stage = itemsize * (3 * C * BK + 2 * C * C + C * BV)
+        # Eight warps are more than the 64 rows of a state keep busy side by side: they exchange it.
+        exchanged = 16384 + (itemsize * BV * BK if BK > 128 else 0)
+        stages = max(1, min(3, (shared_memory - exchanged) // stage))
+    elif C == 16:
+        # Here `ptxas` 12.8 runs out of registers and makes addresses of Hopper's matrix products, which take 64 rows,
+        # from data. 32 rows take those of older chips.
+        BV = min(VP, 32)
+        scan_options |= register_limit(255)
     # tf32 alone truncates operands to the mantissa of fp16, with a bias: good enough only for the inverse of bf16.
     precision = "tf32" if half else "tf32x3"
     if torch.version.hip is not None:
@@ -113,7 +117,7 @@ def choose_config(K: int, V: int, dtype: torch.dtype, gate_lower_bound: float | 
         precision=precision,
         gate_units=256.0 if half else 1.0,
         prepare_registers=255 if BK > 128 else 128 if half else 168,
-        scan_warps=scan_warps,
+        scan_options=scan_options,
         scan_stages=stages,
         BD=min(BK, 64),
     )
@@ -736,8 +740,8 @@ def scan(
         MODE=mode,
         PACKED=cu_seqlens is not None,
         SPLIT=segments.split,
-        num_warps=config.scan_warps,
         STAGES=config.scan_stages,
+        **config.scan_options,
     )
 
 
