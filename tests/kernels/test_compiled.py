@@ -302,7 +302,7 @@ def unsound_descriptors(listing: str) -> list[str]:
     Followed line by line, over registers and the stack: an address is made of constants, parameters and the number of
     the thread, neither of data nor of what nothing has written.
     """
-    sound = {"RZ"}
+    sound: set[str] = set()
     found = []
     for operation, rest in INSTRUCTION.findall(listing):
         kind = operation.split(".")[0]
@@ -320,7 +320,7 @@ def unsound_descriptors(listing: str) -> list[str]:
 
         if kind in ("STL", "LDL"):
             for target, source in zip(places(operands[0], width), places(operands[1], width), strict=True):
-                (sound.add if source in sound else sound.discard)(target)
+                (sound.add if source in sound or source == "RZ" else sound.discard)(target)
         elif operands and not kind.startswith(("ST", "RED", "ATOM")):
             data = re.match("F|HADD|HFMA|HMUL|HMMA|HGMMA|MUFU|LDG|LDS", kind)
             whole = not data and sound.issuperset(re.findall(r"U?R\d+", ",".join(operands[1:])))
