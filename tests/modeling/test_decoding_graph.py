@@ -108,6 +108,19 @@ def test_every_call_has_a_graph_of_its_own(replays: list[int]) -> None:
         replays.clear()
 
 
+def test_turns_of_a_conversation_on_one_cache(replays: list[int]) -> None:
+    """A static cache that the user made with room for all of them."""
+    model = tiny_model()
+    conversation = random_ids(model.config, 1, 7)
+    cache = StaticCache(model.config, 40)
+    for turn in range(2):
+        expected = model.generate(conversation, **GREEDY, use_cache=False)
+        written = graphed(tiny_model()).generate(conversation, **GREEDY, cache=cache)
+        assert torch.equal(written, expected)
+        assert replays == [0] * (NEW - 2) + [1] * (NEW - 2) * turn
+        conversation = torch.cat([written, random_ids(model.config, 1, 4, seed=turn)], 1)
+
+
 @pytest.mark.parametrize("size", [1, 4])
 def test_a_prompt_in_chunks(replays: list[int], size: int) -> None:
     """Chunks of one token are no steps while there is padding among them; longer ones never are."""
