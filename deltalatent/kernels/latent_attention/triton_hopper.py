@@ -288,8 +288,8 @@ def hopper_split_kernel(
     barriers = (asked, full, ready, empty)
     work = (seen, mask, mask_t, o, lse, splits, scale_log2, first_row, num_rows, last, first, stop)
     cache = (latent, latent_s, shared_key, shared_key_s, seen, first, stop)
-    # Of the second consumer and of the producer, which needs more for a mask; the first consumer gets the rest, as many
-    # as the second.
+    # Of the second consumer and of the producer, which needs more for a mask; the first consumer gets as many as the
+    # second.
     registers: gl.constexpr = (224, 56) if HAS_MASK else (232, 40)
     gl.warp_specialize(
         [
