@@ -104,10 +104,7 @@ def document_index(cu_seqlens: torch.Tensor, total: int) -> torch.Tensor:
 
 
 def chunk_index(cu_seqlens: torch.Tensor, total: int, chunk_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cut every document of a packed row into chunks, without synchronisation.
-
-    The lists have the fixed length `total // chunk_size + N`, which no split of the row into documents exceeds;
-    without documents they are empty.
+    """Cut every document of a packed row into chunks, without synchronisation and in few launches.
 
     Args:
         cu_seqlens: [N+1], int32 or int64.
@@ -115,16 +112,13 @@ def chunk_index(cu_seqlens: torch.Tensor, total: int, chunk_size: int) -> tuple[
         chunk_size: C, tokens per chunk; the last chunk of a document may hold fewer.
 
     Returns:
-        `documents` and `chunks`, both int64: list entry i is chunk `chunks[i]` of document `documents[i]`, whose
-        first token is `cu_seqlens[documents[i]] + C * chunks[i]`. Sorted by token. Unused entries hold -1.
+        `documents` [T // C + N], which no split of the row into documents exceeds (none without documents), and
+        `first` [N], both int64: entry i is chunk `i - first[documents[i]]` of document `documents[i]`, whose first
+        token is `cu_seqlens[documents[i]] + C * (i - first[documents[i]])`. Sorted by token. Unused entries come last:
+        they name the last document, and by the same rule begin at or behind its end.
     """
     num_documents = cu_seqlens.numel() - 1
-    if num_documents == 0:
-        return (torch.zeros(0, dtype=torch.int64, device=cu_seqlens.device),) * 2
-    chunks_per_document = (cu_seqlens.diff().long() + chunk_size - 1) // chunk_size
-    ends = chunks_per_document.cumsum(0)
-    entries = torch.arange(total // chunk_size + num_documents, device=cu_seqlens.device)
-    documents = torch.searchsorted(ends, entries, right=True)
-    used = documents < num_documents
-    first = (ends - chunks_per_document)[documents.clamp(max=num_documents - 1)]
-    return documents.masked_fill(~used, -1), (entries - first).masked_fill(~used, -1)
+    chunks = (cu_seqlens.diff() + (chunk_size - 1)) // chunk_size
+    ends = chunks.cumsum(0)
+    entries = torch.arange(total // chunk_size + num_documents if num_documents else 0, device=cu_seqlens.device)
+    return torch.searchsorted(ends[:-1], entries, right=True), ends - chunks

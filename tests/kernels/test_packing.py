@@ -104,8 +104,12 @@ def test_document_of_every_token(lengths, slack):
 @given(st.lists(st.integers(0, 9), max_size=12), st.integers(0, 4), st.integers(1, 5))
 def test_chunks_of_every_document(lengths, slack, size):
     expected = [(n, c) for n, length in enumerate(lengths) for c in range(-(-length // size))]
-    documents, chunks = chunk_index(offsets(lengths), sum(lengths) + slack, size)
-    unused = documents.numel() - len(expected)
-    assert unused >= 0
-    assert documents.numel() == ((sum(lengths) + slack) // size + len(lengths) if lengths else 0)
-    assert list(zip(documents.tolist(), chunks.tolist(), strict=True)) == expected + [(-1, -1)] * unused
+    cu_seqlens, total = offsets(lengths), sum(lengths) + slack
+    documents, first = chunk_index(cu_seqlens, total, size)
+    assert documents.numel() == (total // size + len(lengths) if lengths else 0)
+    positions = torch.arange(documents.numel()) - first[documents]
+    used = len(expected)
+    assert used <= documents.numel()
+    assert list(zip(documents[:used].tolist(), positions[:used].tolist(), strict=True)) == expected
+    unused, behind = documents[used:], positions[used:]
+    assert (cu_seqlens[unused] + size * behind >= cu_seqlens[unused + 1]).all()

@@ -92,7 +92,7 @@ def reverse_scan_kernel(
     cu_ptr,
     first_ptr,
     segment_document_ptr,
-    segment_position_ptr,
+    segment_first_ptr,
     T,
     per_row,
     length,
@@ -128,7 +128,7 @@ def reverse_scan_kernel(
         cu_ptr,
         first_ptr,
         segment_document_ptr,
-        segment_position_ptr,
+        segment_first_ptr,
         T,
         per_row,
         length,
@@ -198,7 +198,7 @@ def pair_grad_kernel(
     dbeta_ptr,
     cu_ptr,
     document_ptr,
-    position_ptr,
+    first_ptr,
     T,
     per_row,
     first_chunk,
@@ -217,7 +217,7 @@ def pair_grad_kernel(
     """
     i_c = first_chunk + tl.program_id(0) // HV
     i_h = tl.program_id(0) % HV
-    start, end = chunk_span(i_c, cu_ptr, document_ptr, position_ptr, T, per_row, C, PACKED)
+    start, end = chunk_span(i_c, cu_ptr, document_ptr, first_ptr, T, per_row, C, PACKED)
     if start >= end:
         return
     dtype = dqk_ptr.dtype.element_ty
@@ -286,7 +286,7 @@ def input_grad_kernel(
     A_log_grad_ptr,
     cu_ptr,
     document_ptr,
-    position_ptr,
+    first_ptr,
     T,
     per_row,
     first_chunk,
@@ -317,7 +317,7 @@ def input_grad_kernel(
     i_k = tl.program_id(0) % key_blocks
     i_c = first_chunk + tl.program_id(0) // key_blocks // HV
     i_h = tl.program_id(0) // key_blocks % HV
-    start, end = chunk_span(i_c, cu_ptr, document_ptr, position_ptr, T, per_row, C, PACKED)
+    start, end = chunk_span(i_c, cu_ptr, document_ptr, first_ptr, T, per_row, C, PACKED)
     if start >= end:
         return
     dtype = u_ptr.dtype.element_ty
@@ -467,7 +467,7 @@ def reverse_scan(
         cu_seqlens,
         chunks.first,
         segments.documents,
-        segments.positions,
+        segments.first,
         T,
         chunks.per_row,
         segments.length,
@@ -577,7 +577,7 @@ def chunk_backward(
         first = max(end - per_span, 0)
         moved = None if segments.split else carried
         reverse_scan(buffers, do, carried, moved, *scans, (first, end), dv, state_grads)
-        place = (cu_seqlens, chunks.documents, chunks.positions, T, chunks.per_row, first)
+        place = (cu_seqlens, chunks.documents, chunks.first, T, chunks.per_row, first)
         exchanged = (buffers["qk"], buffers["inverse"], radial, unit)
         pair_grad_kernel[((end - first) * HV,)](
             beta, u, v, o, do, dv, *exchanged, dbeta, *place, **shapes, num_warps=4, num_stages=1

@@ -129,8 +129,7 @@ class Chunks(NamedTuple):
     num: int
     per_row: int
     num_documents: int
-    documents: torch.Tensor | None  # [num], document of a chunk, -1 when unused; None when unpacked
-    positions: torch.Tensor | None  # [num], position of the chunk in its document
+    documents: torch.Tensor | None  # [num], document of a chunk, see `chunk_index`; None when unpacked
     first: torch.Tensor | None  # [N], first chunk of a document
 
 
@@ -138,11 +137,9 @@ def list_chunks(B: int, T: int, C: int, cu_seqlens: torch.Tensor | None) -> Chun
     """Without synchronisation; chunks of a document are consecutive."""
     if cu_seqlens is None:
         per_row = cdiv(T, C)
-        return Chunks(B * per_row, per_row, B, None, None, None)
-    documents, positions = chunk_index(cu_seqlens, T, C)
-    ends = ((cu_seqlens.diff().long() + C - 1) // C).cumsum(0)
-    first = torch.nn.functional.pad(ends[:-1], (1, 0)) if ends.numel() else ends
-    return Chunks(documents.numel(), 0, cu_seqlens.numel() - 1, documents, positions, first)
+        return Chunks(B * per_row, per_row, B, None, None)
+    documents, first = chunk_index(cu_seqlens, T, C)
+    return Chunks(documents.numel(), 0, first.numel(), documents, first)
 
 
 class Segments(NamedTuple):
@@ -152,8 +149,7 @@ class Segments(NamedTuple):
     length: int  # chunks in a full segment
     per_row: int  # segments in each row of an unpacked batch
     split: bool
-    documents: torch.Tensor | None  # [num], document of a segment, -1 when unused; None unless packed and split
-    positions: torch.Tensor | None  # [num], position of the segment in its document
+    documents: torch.Tensor | None  # [num], document of a segment; None unless packed and split
     first: torch.Tensor | None  # [N], first segment of a document; None like `documents`
 
 
@@ -173,24 +169,21 @@ def list_segments(
     wanted = 2 * processors // (documents * columns)
     length = max(cdiv(cdiv(chunks.num, documents), max(wanted, 1)), MIN_SEGMENT)
     if wanted < 8 or chunks.num // documents < 4 * length:
-        return Segments(chunks.num_documents, max(chunks.per_row, 1), 1, False, None, None, None)
+        return Segments(chunks.num_documents, max(chunks.per_row, 1), 1, False, None, None)
     if cu_seqlens is None:
         per_row = cdiv(chunks.per_row, length)
-        return Segments(B * per_row, length, per_row, True, None, None, None)
+        return Segments(B * per_row, length, per_row, True, None, None)
     listed = list_chunks(B, T, config.C * length, cu_seqlens)
-    return Segments(listed.num, length, 0, True, listed.documents, listed.positions, listed.first)
+    return Segments(listed.num, length, 0, True, listed.documents, listed.first)
 
 
 @triton.jit
-def chunk_span(i_c, cu_ptr, document_ptr, position_ptr, T, per_row, C: tl.constexpr, PACKED: tl.constexpr):
-    """First row of a chunk, and the row behind its document, in the flattened tokens; start = end if unused."""
+def chunk_span(i_c, cu_ptr, document_ptr, first_ptr, T, per_row, C: tl.constexpr, PACKED: tl.constexpr):
+    """First row of a chunk, and the row behind its document, in the flattened tokens; start >= end if unused."""
     if PACKED:
         n = tl.load(document_ptr + i_c)
-        used = n >= 0
-        n = tl.where(used, n, 0)
-        start = tl.load(cu_ptr + n).to(tl.int64) + tl.load(position_ptr + i_c) * C
+        start = tl.load(cu_ptr + n).to(tl.int64) + (i_c - tl.load(first_ptr + n)) * C
         end = tl.load(cu_ptr + n + 1).to(tl.int64)
-        start = tl.where(used, start, end)
     else:
         b = (i_c // per_row).to(tl.int64)
         start = b * T + (i_c % per_row) * C
@@ -203,8 +196,8 @@ def segment_span(
     n,
     cu_ptr,
     first_ptr,
-    document_ptr,
-    position_ptr,
+    segment_document_ptr,
+    segment_first_ptr,
     T,
     per_row,
     length,
@@ -215,23 +208,19 @@ def segment_span(
 ):
     """First row of a segment, row behind its document, its number of chunks (0 if unused) and its first chunk."""
     if PACKED:
-        position = 0
         document = n
-        used = True
         if SPLIT:
-            document = tl.load(document_ptr + n)
-            position = tl.load(position_ptr + n)
-            used = document >= 0
-            document = tl.where(used, document, 0)
+            document = tl.load(segment_document_ptr + n)
         start = tl.load(cu_ptr + document).to(tl.int64)
         end = tl.load(cu_ptr + document + 1).to(tl.int64)
         first = tl.load(first_ptr + document).to(tl.int64)
         if SPLIT:
+            position = n - tl.load(segment_first_ptr + document)
             start += position * length * C
             first += position * length
         num_chunks = tl.cdiv(end - start, C).to(tl.int32)
         if SPLIT:
-            num_chunks = tl.where(used, tl.minimum(num_chunks, length), 0)
+            num_chunks = tl.maximum(tl.minimum(num_chunks, length), 0)
     else:
         row = (n // segments_per_row).to(tl.int64)
         position = n % segments_per_row
@@ -348,7 +337,7 @@ def prepare_kernel(
     norm_ptr,
     cu_ptr,
     document_ptr,
-    position_ptr,
+    first_ptr,
     T,
     per_row,
     lower_bound,
@@ -369,7 +358,7 @@ def prepare_kernel(
     """
     i_c = tl.program_id(0) // HV
     i_h = tl.program_id(0) % HV
-    start, end = chunk_span(i_c, cu_ptr, document_ptr, position_ptr, T, per_row, C, PACKED)
+    start, end = chunk_span(i_c, cu_ptr, document_ptr, first_ptr, T, per_row, C, PACKED)
     if start >= end:
         return
     dtype = q_in_ptr.dtype.element_ty
@@ -452,7 +441,7 @@ def scan_kernel(
     cu_ptr,
     first_ptr,
     segment_document_ptr,
-    segment_position_ptr,
+    segment_first_ptr,
     T,
     per_row,
     length,
@@ -490,7 +479,7 @@ def scan_kernel(
         cu_ptr,
         first_ptr,
         segment_document_ptr,
-        segment_position_ptr,
+        segment_first_ptr,
         T,
         per_row,
         length,
@@ -665,7 +654,7 @@ def prepare(
             *buffers.values(),
             cu_seqlens,
             chunks.documents,
-            chunks.positions,
+            chunks.first,
             T,
             chunks.per_row,
             lowest_log_decay(gate_lower_bound) * LOG2E * config.gate_units,
@@ -721,7 +710,7 @@ def scan(
         cu_seqlens,
         chunks.first,
         segments.documents,
-        segments.positions,
+        segments.first,
         T,
         chunks.per_row,
         segments.length,
