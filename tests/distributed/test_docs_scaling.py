@@ -58,3 +58,24 @@ def test_measured_differences_are_those_of_the_results() -> None:
         key, against = sources[name]
         found = results[key][against]
         assert [float(value) for value in shown] == [float(f"{found[k]:.1e}") for k in ("loss", "norm", "gradients")]
+
+
+def test_the_cost_of_fsdp2_is_that_of_the_results() -> None:
+    results = json.loads((ROOT / "benchmarks" / "results" / "scaling-h200.json").read_text())
+    other = results["another machine"]["base alone speed"]
+    sources = {
+        "no": (results["results"]["base one speed"], {}),
+        "over one GPU": (results["results"]["base alone speed"], other),
+    }
+    for tokens, fsdp2, *shown in rows("tokens per GPU"):
+        cells: list[list[str]] = [[], [], [], []]
+        for pattern, source in zip(("{}", "({})"), sources[fsdp2], strict=True):
+            if found := source.get(f"{tokens} tokens per GPU"):
+                figures = [f"{1e3 * found['step_s']:.0f}", f"{int(tokens) / found['step_s'] / 1e3:.0f} k", "", ""]
+                if tokens == "16384":  # with more tokens the host is held up by a full queue
+                    figures[2] = f"{1e3 * found['host_s']:.0f}"
+                if "collectives" in found:
+                    figures[3] = f"{100 * found['collectives']['idle']:.0f} %"
+                for cell, figure in zip(cells, figures, strict=True):
+                    cell += [pattern.format(figure)] if figure else []
+        assert shown == [" ".join(cell) for cell in cells]
