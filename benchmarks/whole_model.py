@@ -541,7 +541,6 @@ def parts(settings: Settings) -> dict[str, Callable[[], dict[str, Any]]]:
 def release() -> None:
     gc.collect()
     if torch.cuda.is_available():
-        torch._C._cuda_clearCublasWorkspaces()  # one for each stream that a graph was captured on
         torch.cuda.empty_cache()
 
 
@@ -597,6 +596,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             report["results"][name] = {"error": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
         print(describe(name, report["results"][name]), flush=True)
         write(report, options.out)
+        if device.type == "cuda":
+            torch._C._cuda_clearCublasWorkspaces()  # one for each stream that a graph was captured on
         release()
     write(report, options.out)
     return int(all("error" in result for result in report["results"].values()))
