@@ -79,3 +79,8 @@ def test_the_cost_of_fsdp2_is_that_of_the_results() -> None:
                 for cell, figure in zip(cells, figures, strict=True):
                     cell += [pattern.format(figure)] if figure else []
         assert shown == [" ".join(cell) for cell in cells]
+    one = results["results"]["base one speed"]
+    muon, adamw = ([f"{1e3 * speed[f'{kind}_step_s']:.0f}" for speed in (one, other)] for kind in ("muon", "adamw"))
+    text = " ".join(PAGE.split())
+    assert f"takes {muon[0]} ms on one GPU and {muon[1]} ms over groups of FSDP2 on one GPU" in text
+    assert f"fused AdamW {adamw[0]} and {adamw[1]} ms" in text
