@@ -556,7 +556,7 @@ OPERATORS: dict[str, Operator] = {
             f"{context}-small": {"B": 1, "T": 1, "H": 8, "S": CONTEXTS[context], "R": 192, "Q": 32}
             for context in CONTEXTS
         }
-        | {"64x8k-H32": {"H": 32, "S": 8192} | RELEASED_LATENT | {"B": 64}},
+        | {f"64x8k-H{heads}": {"H": heads, "S": 8192} | RELEASED_LATENT | {"B": 64} for heads in (32, 64, 96)},
         tiny={"B": 1, "T": 1, "H": 2, "S": 12, "R": 16, "Q": 8},
         modes=(FORWARD,),
     ),
