@@ -184,6 +184,7 @@ def _time_implementation(
         torch.cuda.synchronize()
     result: dict[str, float | str] = {"first_call_s": time.perf_counter() - start}
     if device.type == "cuda":
+        gc.collect()  # what compiling left behind may hold results of the first call
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         call()
