@@ -19,13 +19,13 @@ import pytest
 import torch
 
 from deltalatent.kernels.tiles import AMD_SHARED_MEMORY, DeviceLimits
-from tests.kernels.triton_testing import HAS_TRITON, INTERPRETING
+from tests.kernels.triton_testing import HAS_TRITON, INTERPRETING, needs_launches
 
 if HAS_TRITON and not INTERPRETING:
     import triton
     from triton._C.libtriton import ir
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource, make_backend
+    from triton.compiler import ASTSource, CompiledKernel, make_backend
     from triton.runtime.jit import JITFunction
 
     from deltalatent.kernels.attn_res import triton_kernels as attn_res
@@ -41,7 +41,7 @@ if HAS_TRITON and not INTERPRETING:
 
     TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
-pytestmark = pytest.mark.skipif(not HAS_TRITON or INTERPRETING, reason="needs Triton, without its interpreter")
+pytestmark = needs_launches
 
 POINTERS = {
     torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int64: "*i64", torch.int32: "*i32",
@@ -107,8 +107,22 @@ def source_of(launch: Launch) -> tuple[ASTSource, dict]:
             signature[parameter.name], constants[(i,)] = "constexpr", value
         else:
             signature[parameter.name] = type_of(value, free, (i,))
-    source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
+    kind = ASTSource
+    if launch.kernel.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource as kind
+    source = kind(launch.kernel, signature, constants, attributes)
     return source, {name: value for name, value in launch.options.items() if name not in launch.kernel.arg_names}
+
+
+def build(launch: Launch, device: str, folder: Path) -> tuple[CompiledKernel, str]:
+    """The kernel as it would run, which must fit the device, and its machine code; for NVIDIA alone."""
+    source, options = source_of(launch)
+    compiled = triton.compile(source, target=target_of(device), options=options)
+    assert compiled.metadata.shared <= LIMITS[device].shared_memory, launch.kernel.fn.__name__
+    path = folder / "kernel.cubin"
+    path.write_bytes(compiled.asm["cubin"])
+    command = [TOOLS / "cuobjdump", "-sass", path]
+    return compiled, subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def lower(launch: Launch, device: str) -> tuple[int, dict[str, str]]:
@@ -366,14 +380,7 @@ def test_kda_kernels(monkeypatch, tmp_path, device, width, dtype, bound):
     names = {launch.kernel.fn.__name__ for launch in launches}
     assert names == {"prepare_kernel", "scan_kernel", "reverse_scan_kernel", "pair_grad_kernel", "input_grad_kernel"}
     for launch in launches:
-        source, options = source_of(launch)
-        compiled = triton.compile(source, target=target_of(device), options=options)
         name = launch.kernel.fn.__name__
-        assert compiled.metadata.shared <= LIMITS[device].shared_memory, name
-        path = tmp_path / "kernel.cubin"
-        path.write_bytes(compiled.asm["cubin"])
-        listing = subprocess.run(
-            [TOOLS / "cuobjdump", "-sass", path], capture_output=True, text=True, check=True
-        ).stdout
+        _, listing = build(launch, device, tmp_path)
         assert name in listing
         assert not unsound_descriptors(listing), name

@@ -15,10 +15,8 @@ from transformers import DynamicCache
 import deltalatent.kernels
 from deltalatent.kernels import dispatch, tiles
 from deltalatent.modeling.modeling_kimi_k3 import KimiK3TextModel
-from tests.kernels.triton_testing import HAS_TRITON, INTERPRETING
+from tests.kernels.triton_testing import needs_launches
 from tests.testing_common import random_ids, tiny_model
-
-needs_launches = pytest.mark.skipif(not HAS_TRITON or INTERPRETING, reason="needs Triton, without its interpreter")
 
 
 @pytest.fixture

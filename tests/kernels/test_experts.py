@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Routed experts: the definition in float64 → the loop in PyTorch → Triton; gradients, routing, messages."""
 
-import subprocess
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,9 +11,8 @@ import torch
 from deltalatent.kernels.experts import grouped_experts
 from tests.kernels.triton_testing import (
     DEVICE,
-    HAS_TRITON,
-    INTERPRETING,
     assert_as_exact_as_plain,
+    needs_launches,
     needs_triton,
     run_under_interpreter,
 )
@@ -345,7 +343,7 @@ def launches_of_many_experts(monkeypatch, device):
     return record(monkeypatch, device, lambda: run_experts(tokens=4800, count=64))
 
 
-@pytest.mark.skipif(not HAS_TRITON or INTERPRETING, reason="needs Triton, without its interpreter")
+@needs_launches
 def test_kernels_for_hopper_are_taken_where_they_can_run(monkeypatch):
     from deltalatent.kernels.experts.triton_launch import hopper_kernels
 
@@ -370,24 +368,14 @@ def test_kernels_for_hopper_are_taken_where_they_can_run(monkeypatch):
         assert tuple(map(names.count, ("hopper_product_kernel", "hopper_gradient_kernel"))) == expected
 
 
-@pytest.mark.skipif(not HAS_TRITON or INTERPRETING, reason="needs Triton, without its interpreter")
+@needs_launches
 def test_products_of_the_kernels_for_hopper_run_in_the_background(monkeypatch, tmp_path):
     """They fit the device, and `ptxas` has not put a wait behind every product, as it does where it sees a hazard."""
-    import triton
-    from triton.experimental.gluon._runtime import GluonASTSource
-
-    from tests.kernels.test_compiled import LIMITS, TOOLS, source_of, target_of
+    from tests.kernels.test_compiled import build
 
     for launch in launches_of_many_experts(monkeypatch, "sm90"):
         if launch.kernel.fn.__name__.startswith("hopper"):
-            source, options = source_of(launch)
-            source = GluonASTSource(source.fn, source.signature, source.constants, source.attrs)
-            compiled = triton.compile(source, target=target_of("sm90"), options=options)
-            assert compiled.metadata.shared <= LIMITS["sm90"].shared_memory
-            path = tmp_path / "kernel.cubin"
-            path.write_bytes(compiled.asm["cubin"])
-            command = [TOOLS / "cuobjdump", "-sass", path]
-            listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+            compiled, listing = build(launch, "sm90", tmp_path)
             assert "HGMMA" in listing
             assert listing.count("WARPGROUP.DEPBAR") <= compiled.asm["ptx"].count("wgmma.wait_group")
 

@@ -3,7 +3,6 @@
 """The Triton form of absorbed latent attention against the float64 reference: widths, masks, lengths, graphs."""
 
 import logging
-import subprocess
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from tests.kernels.triton_testing import (
     HAS_TRITON,
     INTERPRETING,
     assert_as_exact_as_plain,
+    needs_launches,
     needs_triton,
     run_under_interpreter,
 )
@@ -211,7 +211,7 @@ def test_splits_fill_the_device_and_no_more():
     assert num_splits(8, 500, 1 << 20, shape, 132) == 1
 
 
-@pytest.mark.skipif(not HAS_TRITON or INTERPRETING, reason="needs Triton, without its interpreter")
+@needs_launches
 def test_kernel_for_hopper_is_taken_where_it_can_run(monkeypatch, caplog):
     assert gluon_kernels((8, 0)) is None
     assert gluon_kernels((10, 0)) is None
@@ -233,24 +233,15 @@ def test_kernel_for_hopper_is_taken_where_it_can_run(monkeypatch, caplog):
     gluon_kernels.cache_clear()
 
 
-@pytest.mark.skipif(not HAS_TRITON or INTERPRETING, reason="needs Triton, without its interpreter")
+@needs_launches
 @pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
 def test_products_of_the_kernel_for_hopper_run_in_the_background(monkeypatch, tmp_path, masked):
     """It fits the device, and `ptxas` has not put a wait behind every product, as it does where it sees a hazard."""
-    import triton
-    from triton.experimental.gluon._runtime import GluonASTSource
-
-    from tests.kernels.test_compiled import LIMITS, TOOLS, record, run_latent_attention, source_of, target_of
+    from tests.kernels.test_compiled import build, record, run_latent_attention
 
     launches = record(monkeypatch, "sm90", lambda: run_latent_attention(masked=masked))
     (launch_of_split,) = (x for x in launches if x.kernel.fn.__name__ == "hopper_split_kernel")
-    source, options = source_of(launch_of_split)
-    source = GluonASTSource(source.fn, source.signature, source.constants, source.attrs)
-    compiled = triton.compile(source, target=target_of("sm90"), options=options)
-    assert compiled.metadata.shared <= LIMITS["sm90"].shared_memory
-    path = tmp_path / "kernel.cubin"
-    path.write_bytes(compiled.asm["cubin"])
-    listing = subprocess.run([TOOLS / "cuobjdump", "-sass", path], capture_output=True, text=True, check=True).stdout
+    compiled, listing = build(launch_of_split, "sm90", tmp_path)
     assert listing.count("HGMMA") >= (512 + 64) // 16
     assert listing.count("WARPGROUP.DEPBAR") <= compiled.asm["ptx"].count("wgmma.wait_group")
 

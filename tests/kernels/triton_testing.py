@@ -24,6 +24,7 @@ needs_triton = pytest.mark.skipif(
     not HAS_TRITON or (DEVICE.type == "cpu" and not INTERPRETING),
     reason="needs Triton and a CUDA GPU, or TRITON_INTERPRET=1",
 )
+needs_launches = pytest.mark.skipif(not HAS_TRITON or INTERPRETING, reason="needs Triton, without its interpreter")
 
 
 def run_under_interpreter(file: str) -> None:

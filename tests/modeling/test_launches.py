@@ -19,9 +19,7 @@ from transformers import DynamicCache
 from deltalatent.configuration.sizes import size_config
 from deltalatent.kernels import dispatch
 from deltalatent.modeling.modeling_kimi_k3 import KimiK3ForCausalLM, KimiK3TextModel
-from tests.kernels.triton_testing import HAS_TRITON, INTERPRETING
-
-needs_launches = pytest.mark.skipif(not HAS_TRITON or INTERPRETING, reason="needs Triton, without its interpreter")
+from tests.kernels.triton_testing import needs_launches
 
 
 class Functions(TorchFunctionMode):
